@@ -1,0 +1,53 @@
+"""Things by name: a function or class is added to a registry by decorating it."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
+
+from fedivon_flwr.errors import UserError
+
+T = TypeVar("T")
+
+
+class Registry(Mapping[str, T]):
+    """Named things of one kind; looking up an unknown name lists the known ones.
+
+    >>> shapes: Registry[str] = Registry("shape")
+    >>> shapes.add("round")("ball")
+    'ball'
+    >>> shapes["round"]
+    'ball'
+    >>> shapes["square"]
+    Traceback (most recent call last):
+    fedivon_flwr.errors.UserError: Unknown shape 'square'; choose one of: round.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._things: dict[str, T] = {}
+
+    def add(self, name: str) -> Callable[[T], T]:
+        """Register the decorated thing under a name."""
+
+        def register(thing: T) -> T:
+            if name in self._things:
+                raise ValueError(f"{self.kind} '{name}' is registered twice")
+            self._things[name] = thing
+            return thing
+
+        return register
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._things:
+            raise UserError(unknown(self.kind, name, self._things))
+        return self._things[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._things)
+
+    def __len__(self) -> int:
+        return len(self._things)
+
+
+def unknown(kind: str, name: str, known: Mapping[str, object] | list[str]) -> str:
+    """Say that a name is not known, and which ones are."""
+    return f"Unknown {kind} '{name}'; choose one of: {', '.join(sorted(known))}."
