@@ -1,1 +1,76 @@
-""""""
+"""What a node does: one file per method, each a Flower `NumPyClient`, named like its other half in `strategies`."""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from clients.base import LocalData, TorchClient
+from fedivon_flwr.data import PartitionSpec, load, partition
+from fedivon_flwr.errors import UserError
+from fedivon_flwr.models import build as build_model
+from fedivon_flwr.registry import Plugins
+from fedivon_flwr.settings import Settings
+
+CLIENTS: Plugins[type[TorchClient]] = Plugins("method", "clients", TorchClient)
+
+
+def build(settings: Settings, node_config: Mapping[str, Any]) -> TorchClient:
+    """The client that the settings name, on this node's data.
+
+    A node with a ``partition-id`` has that part of the dataset; a node without has all of it. Data, split and
+    model are kept in the process, so that the virtual clients of one process share them.
+    """
+    dataset = load(settings.dataset)
+    model = _model(settings.model, dataset.shape, dataset.classes)
+    kind, device = CLIENTS[settings.method], pick_device(settings.device)
+    if "partition-id" not in node_config:
+        return kind(model, LocalData.whole(dataset), device)
+    number = int(node_config["partition-id"])
+    if (count := int(node_config.get("num-partitions", settings.clients))) != settings.clients:
+        raise UserError(
+            f"The federation has {count} nodes but the key 'clients' is {settings.clients}; make them equal "
+            f"(simulation: --federation-config num-supernodes={settings.clients})."
+        )
+    if not 0 <= number < settings.clients:
+        raise UserError(f"The node's partition-id is {number} but must be from 0 to {settings.clients - 1}.")
+    return kind(model, LocalData.part(dataset, split(settings.dataset, partition_spec(settings))[number]), device, number)
+
+
+def partition_spec(settings: Settings) -> PartitionSpec:
+    """The split that the settings describe."""
+    return PartitionSpec(
+        name=settings.partitioner,
+        clients=settings.clients,
+        seed=settings.partition_seed,
+        alpha=settings.alpha,
+        shards_per_client=settings.shards_per_client,
+        max_examples=settings.max_examples,
+        quantity_skew=settings.quantity_skew,
+        classes_per_client=settings.classes_per_client,
+    )
+
+
+@lru_cache(maxsize=4)
+def split(dataset: str, spec: PartitionSpec) -> tuple[NDArray[np.int64], ...]:
+    """The rows of every client."""
+    train = load(dataset).train
+    return partition(spec, train.y, train.group)
+
+
+@lru_cache(maxsize=4)
+def _model(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
+    return build_model(name, shape, classes, seed=0)  # the weights come with each message
+
+
+def pick_device(name: str) -> torch.device:
+    """The device that a setting names; ``auto`` is the GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"The key 'device' is '{name}' but this machine has no GPU that PyTorch can use; use 'auto' or 'cpu'.")
+    return torch.device(name)

@@ -1,7 +1,9 @@
 """Things by name: a function or class is added to a registry by decorating it."""
 
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping
-from typing import TypeVar
+from importlib import import_module
+from typing import Generic, TypeVar
 
 from fedivon_flwr.errors import UserError
 
@@ -46,6 +48,25 @@ class Registry(Mapping[str, T]):
 
     def __len__(self) -> int:
         return len(self._things)
+
+
+class Plugins(Generic[T]):
+    """Classes by the name of the file they are in: a file with a subclass of `base` in a package is a plugin."""
+
+    def __init__(self, kind: str, package: str, base: T) -> None:
+        self.kind, self.package, self.base = kind, package, base
+
+    def names(self) -> list[str]:
+        """The files of the package that define a subclass of `base`, found without importing them all."""
+        path = import_module(self.package).__path__
+        return sorted(m.name for m in pkgutil.iter_modules(path) if m.name not in ("base", "aggregation"))
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self.names():
+            raise UserError(unknown(self.kind, name, self.names()))
+        module = import_module(f"{self.package}.{name}")
+        classes = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
+        return next(c for c in classes if issubclass(c, self.base))  # type: ignore[arg-type,return-value]
 
 
 def unknown(kind: str, name: str, known: Mapping[str, object] | list[str]) -> str:

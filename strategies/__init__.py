@@ -1,1 +1,27 @@
-""""""
+"""What the server does: one file per method, each a Flower `Strategy`, named like its other half in `clients`."""
+
+from fedivon_flwr.errors import UserError
+from fedivon_flwr.registry import Plugins, unknown
+from fedivon_flwr.settings import Settings, validated
+from strategies.base import FederatedStrategy, RoundSettings
+
+STRATEGIES: Plugins[type[FederatedStrategy]] = Plugins("method", "strategies", FederatedStrategy)
+
+
+def build(settings: Settings) -> FederatedStrategy:
+    """The strategy that the settings name, with its options."""
+    kind = STRATEGIES[settings.method]
+    for table in settings.options:
+        if table not in STRATEGIES.names():
+            raise UserError(unknown("method (in a key)", table, STRATEGIES.names()))
+    options = validated(kind.options_type, settings.options.get(settings.method, {}), f"{settings.method}.")
+    rounds = RoundSettings(
+        clients_per_round=settings.clients_per_round,
+        min_replies=settings.min_replies,
+        deadline=settings.round_deadline,
+        node_wait=settings.node_wait,
+        evaluate_every=settings.evaluate_every if settings.evaluation == "clients" else 0,
+        evaluate_clients=settings.clients_per_round,
+        seed=settings.seed,
+    )
+    return kind(options, rounds)  # type: ignore[call-arg,arg-type]

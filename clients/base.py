@@ -1,0 +1,152 @@
+"""What every client half shares: data of a node, seeding, batches, evaluation, arrays in and out.
+
+A method's client is a subclass that says how to train (`train`). Everything it needs to know arrives with the
+message, so that the server alone decides, and a client keeps nothing between rounds.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from flwr.client import NumPyClient
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+
+from fedivon_flwr.data import Dataset, Split, batch_to_tensor
+from fedivon_flwr.errors import UserError
+from fedivon_flwr.metrics import score
+from fedivon_flwr.posterior import DiagGaussian, Layout
+from fedivon_flwr.predict import predict_mc, predict_mean
+from fedivon_flwr.records import BUFFER, NDArrays, fixed_tensors, load_model, model_arrays, to_numpy, wire_keys
+from fedivon_flwr.settings import kebab
+
+EVALUATION_BATCH = 250
+
+
+class Told(BaseModel):
+    """The part of a message's config that a client reads; what others read is passed over."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", alias_generator=kebab, populate_by_name=True)
+
+
+class Work(Told):
+    """What every method's client is told."""
+
+    server_round: int = 1
+    seed: int = 0
+    local_epochs: int = Field(1, ge=1)
+    batch_size: int = Field(32, ge=1)
+    eval_samples: int = Field(8, ge=1)
+
+
+@dataclass(frozen=True)
+class LocalData:
+    """A node's examples: rows of a dataset."""
+
+    dataset: Dataset
+    train: NDArray[np.int64]
+    test: NDArray[np.int64]
+
+    @classmethod
+    def whole(cls, dataset: Dataset) -> "LocalData":
+        """All there is: a node with data of its own."""
+        return cls(dataset, np.arange(len(dataset.train.y)), np.arange(len(dataset.test.y)))
+
+    @classmethod
+    def part(cls, dataset: Dataset, rows: NDArray[np.int64]) -> "LocalData":
+        """Some training rows, and the test images of the classes (subclasses) that are among them."""
+        here = np.isin(dataset.test.group, np.unique(dataset.train.group[rows]))
+        return cls(dataset, rows, np.flatnonzero(here))
+
+
+class TorchClient(NumPyClient):
+    """A node's work on a PyTorch model, as a Flower `NumPyClient`.
+
+    The lists of arrays have the order of `keys`. `client` is the number that, with seed and round, decides
+    batches and noise.
+    """
+
+    has_hess: ClassVar[bool] = False
+
+    def __init__(self, model: nn.Module, data: LocalData, device: torch.device | str = "cpu", client: int = 0) -> None:
+        self.model, self.data, self.device, self.client = model, data, torch.device(device), client
+        self.keys = wire_keys(model, self.has_hess)
+
+    @abstractmethod
+    def train(self, arrays: NDArrays, config: Mapping[str, Any], work: Work) -> tuple[NDArrays, float]:
+        """Train the model, which has the server's weights; the node's arrays without buffers, and the mean loss."""
+
+    def posterior(self, arrays: NDArrays, config: Mapping[str, Any]) -> DiagGaussian | None:  # noqa: ARG002
+        """The Gaussian that the server's arrays stand for, if the method has one."""
+        return None
+
+    def get_parameters(self, config: dict[str, Any]) -> list[NDArray[Any]]:  # noqa: ARG002
+        """The model as it is."""
+        return list(model_arrays(self.model, 0.0 if self.has_hess else None).values())
+
+    def fit(self, parameters: list[NDArray[Any]], config: dict[str, Any]) -> tuple[list[NDArray[Any]], int, dict[str, Any]]:
+        """Train from the server's arrays."""
+        arrays, work = self._receive(parameters), Work.model_validate(config)
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(self._seed(work).integers(2**63))
+            self.model.train()
+            trained, loss = self.train(arrays, config, work)
+        trained |= {BUFFER + name: to_numpy(tensor) for name, tensor in fixed_tensors(self.model)}
+        return [trained[key] for key in self.keys], len(self.data.train), {"train-loss": loss}
+
+    def evaluate(self, parameters: list[NDArray[Any]], config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
+        """Score the server's model on the node's test data, at the mean and, with a posterior, by Monte Carlo."""
+        arrays, work = self._receive(parameters), Work.model_validate(config)
+        if not len(self.data.test):
+            raise UserError("This node has no test data to evaluate on.")
+        test = self.data.dataset.test
+        batches = list(self._batches(test, self.data.test, EVALUATION_BATCH))
+        labels = torch.from_numpy(np.asarray(test.y[self.data.test], dtype=np.int64))
+        scores = score(predict_mean(self.model, batches), labels).as_dict()
+        metrics = {f"mean-{key}": value for key, value in scores.items()}
+        if (posterior := self.posterior(arrays, config)) is not None:
+            generator = torch.Generator(self.device).manual_seed(int(self._seed(work).integers(2**63)))
+            layout = Layout.of(self.model)
+            probabilities = predict_mc(self.model, layout, posterior, batches, work.eval_samples, generator)
+            metrics |= {f"mc-{key}": value for key, value in score(probabilities, labels).as_dict().items()}
+        return scores["nll"], len(self.data.test), metrics
+
+    def epochs(self, work: Work) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of all local epochs, shuffled anew in each."""
+        train, rows, order = self.data.dataset.train, self.data.train, self._seed(work)
+        for _ in range(work.local_epochs):
+            shuffled = rows[order.permutation(len(rows))]
+            yield from zip(
+                self._batches(train, shuffled, work.batch_size), self._labels(train, shuffled, work.batch_size), strict=True
+            )
+
+    def _batches(self, split: Split, rows: NDArray[np.int64], size: int) -> Iterator[Tensor]:
+        for start in range(0, len(rows), size):
+            yield batch_to_tensor(split.x[rows[start : start + size]], self.data.dataset, self.device)
+
+    def _labels(self, split: Split, rows: NDArray[np.int64], size: int) -> Iterator[Tensor]:
+        labels = torch.from_numpy(np.asarray(split.y[rows], dtype=np.int64)).to(self.device)
+        return iter(torch.split(labels, size))
+
+    def _seed(self, work: Work) -> np.random.Generator:
+        return np.random.default_rng([work.seed, work.server_round, self.client])
+
+    def _receive(self, parameters: list[NDArray[Any]]) -> NDArrays:
+        if len(parameters) != len(self.keys):
+            raise UserError(
+                f"The server sent {len(parameters)} arrays but this node's model has {len(self.keys)}: "
+                "server and node must use the same model and method."
+            )
+        arrays = dict(zip(self.keys, parameters, strict=True))
+        load_model(self.model.to(self.device), arrays)
+        return arrays
+
+
+def mean_loss(losses: list[tuple[Tensor, int]]) -> float:
+    """The mean over examples of the batches' mean losses, read from the device at the end only."""
+    total = sum(size for _, size in losses)
+    return float(sum(loss.detach().double() * size for loss, size in losses) / total)

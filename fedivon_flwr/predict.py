@@ -1,0 +1,95 @@
+"""Prediction: softmax at the posterior mean, or averaged over weights drawn from the posterior."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from fedivon_flwr.posterior import DiagGaussian, Layout
+
+# On a CPU the activations of larger batches leave the cache, and vmap turns convolutions into grouped ones, which
+# are 2 to 4 times slower than one sample after the other.
+CPU_BATCH = 256
+CHUNK = {"cpu": 1}
+CHUNK_OTHERWISE = 8
+
+
+def predict_mean(model: nn.Module, batches: Iterable[Tensor]) -> Tensor:
+    """Class probabilities `(N, K)` with the weights the model has, in float64 on the CPU."""
+    device = _device(model)
+    with _evaluating(model), torch.inference_mode():
+        return torch.cat([_softmax(model(part)) for part in _parts(batches, device)])
+
+
+def predict_mc(
+    model: nn.Module,
+    layout: Layout,
+    posterior: DiagGaussian,
+    batches: Iterable[Tensor],
+    samples: int,
+    generator: torch.Generator,
+    chunk: int | None = None,
+) -> Tensor:
+    """``1/S Σ_s softmax f(x; θ_s)`` with ``θ_s ~ q``: class probabilities `(N, K)`, in float64 on the CPU.
+
+    The model lends its code, buffers and frozen parameters; its weights are neither used nor changed. `chunk`
+    draws go through it at once; neither that nor the size of the batches changes the outcome. The inputs are
+    held in memory, since each draw is used for all of them.
+
+    >>> model = nn.Linear(2, 3)
+    >>> sure = DiagGaussian(torch.zeros(9), torch.full((9,), 1e12))
+    >>> predict_mc(model, Layout.of(model), sure, [torch.ones(1, 2)], 2, torch.Generator())
+    tensor([[0.3333, 0.3333, 0.3333]], dtype=torch.float64)
+    """
+    device = posterior.mean.device
+    chunk = chunk or CHUNK.get(device.type, CHUNK_OTHERWISE)
+    if samples < 1 or chunk < 1:
+        raise ValueError("samples and chunk must be at least 1")
+    parts = list(_parts(batches, device))
+    totals: list[Tensor] = []
+    with _evaluating(model), torch.inference_mode():
+        for start in range(0, samples, chunk):
+            # row by row: one draw of several rows gives other numbers than as many draws of one
+            rows = [posterior.sample(1, generator) for _ in range(min(chunk, samples - start))]
+            named = layout.split(torch.cat(rows))
+            sums = [_softmax(_logits(model, named, part)).sum(0) for part in parts]
+            totals = [total.add_(new) for total, new in zip(totals, sums, strict=True)] if totals else sums
+    return torch.cat(totals).div_(samples)
+
+
+def _logits(model: nn.Module, named: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
+    """Logits `(draws, N, K)` for weights stacked along their first dimension."""
+    if len(next(iter(named.values()))) == 1:
+        only = {name: weights[0] for name, weights in named.items()}
+        return functional_call(model, only, (inputs,))[None]  # type: ignore[no-any-return]
+    return vmap(lambda one: functional_call(model, one, (inputs,)))(named)  # type: ignore[no-any-return]
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    return logits.cpu().softmax(-1, dtype=torch.float64)
+
+
+def _parts(batches: Iterable[Tensor], device: torch.device) -> Iterator[Tensor]:
+    """The inputs on the device, in the size and memory order in which it is fastest."""
+    for batch in batches:
+        for part in batch.split(CPU_BATCH) if device.type == "cpu" else [batch]:
+            moved = part.to(device)
+            yield moved.contiguous(memory_format=torch.channels_last) if moved.ndim == 4 else moved
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; afterwards every module is back in the mode it was in."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

@@ -1,0 +1,394 @@
+"""What every server half shares: whom to ask, what to accept, when a round closes, and the loop of rounds.
+
+A method's strategy is a subclass that says what to send (`train_config`), which replies to refuse beyond the
+common checks (`refuse`) and how to combine the accepted ones (`combine`). It works with any model and any
+ServerApp: all it assumes is the wire contract of `fedivon_flwr.records`.
+"""
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from logging import INFO, WARNING
+from typing import Any, ClassVar
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.common.logger import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+from torch import nn
+
+from fedivon_flwr.errors import UserError
+from fedivon_flwr.posterior import DiagGaussian
+from fedivon_flwr.records import NUM_EXAMPLES, NDArrays, from_record, mismatch, model_arrays, nbytes, tensor, to_record
+from fedivon_flwr.settings import MethodOptions
+from strategies.aggregation import weighted_mean
+
+PARTITION_ID = "partition-id"
+
+
+@dataclass(frozen=True)
+class RoundSettings:
+    """Whom a round asks and when it closes."""
+
+    clients_per_round: int = 10
+    min_replies: int = 1  # with fewer accepted replies the round is void and the posterior stays
+    deadline: float = 3600.0  # seconds until a round closes with the replies that are there
+    node_wait: float = 300.0  # seconds to wait for enough nodes to connect
+    max_examples: int = 10_000_000  # a client that claims more is refused: it would outweigh the rest
+    evaluate_every: int = 0  # rounds between federated evaluations; 0 for none
+    evaluate_clients: int = 10
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A client's accepted answer."""
+
+    client: int
+    examples: int
+    arrays: NDArrays
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """What happened in a round."""
+
+    round: int
+    rounds: int
+    train_loss: float | None
+    seconds: float
+    bytes_up: int
+    bytes_down: int
+    replies: int
+    refused: int
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+
+
+Callback = Callable[[RoundReport, ArrayRecord], None]
+
+
+class Roster:
+    """Which node holds which partition: every node is asked once.
+
+    Flower draws node ids anew for each run, so nothing reproducible can hang on them.
+    """
+
+    def __init__(self) -> None:
+        self._partition: dict[int, int | None] = {}
+
+    def online(self, grid: Grid, timeout: float) -> list[tuple[int, int]]:
+        """``(client, node id)`` of all connected nodes, sorted; a node without a partition goes by its node id."""
+        nodes = set(grid.get_node_ids())
+        if new := sorted(nodes - self._partition.keys()):
+            self._partition |= dict.fromkeys(new)
+            messages = [Message(RecordDict(), dst_node_id=node, message_type=MessageType.QUERY) for node in new]
+            for reply in grid.send_and_receive(messages, timeout=timeout):
+                if not reply.has_error():
+                    self._partition[reply.metadata.src_node_id] = partition_of(reply.content)
+        return sorted((self._client(node), node) for node in nodes)
+
+    def _client(self, node: int) -> int:
+        partition = self._partition[node]
+        return node if partition is None else partition
+
+
+def partition_of(content: RecordDict) -> int | None:
+    """The partition id that a node told, if it told one."""
+    for record in content.metric_records.values():
+        if isinstance(value := record.get(PARTITION_ID), int) and value >= 0:
+            return value
+    return None
+
+
+class FederatedStrategy(Strategy):
+    """The common half of all methods' strategies."""
+
+    options_type: ClassVar[type[MethodOptions]]
+
+    def __init__(self, rounds: RoundSettings | None = None) -> None:
+        self.rounds = rounds or RoundSettings()
+        self.num_rounds = 1
+        self.roster = Roster()
+        self._asked: dict[int, int] = {}  # node id → client, of the round under way
+        self._sent: NDArrays = {}
+        self._refused = 0
+
+    # What a method decides
+
+    def model_arrays(self, model: nn.Module) -> NDArrays:
+        """What the server starts from: the model's weights and buffers."""
+        return model_arrays(model)
+
+    @abstractmethod
+    def train_config(self, server_round: int) -> dict[str, Any]:
+        """What the clients are told besides the round and the seed."""
+
+    @abstractmethod
+    def combine(self, replies: Sequence[Reply], sent: NDArrays) -> NDArrays:
+        """The server's next arrays from the accepted replies, in the order of the clients."""
+
+    def refuse(self, arrays: NDArrays) -> str | None:  # noqa: ARG002
+        """Why a reply that passed the common checks is not acceptable; None when it is."""
+        return None
+
+    def posterior(self, arrays: NDArrays) -> DiagGaussian | None:  # noqa: ARG002
+        """The Gaussian over the weights that the server's arrays stand for, if the method has one."""
+        return None
+
+    def state(self) -> dict[str, float]:
+        """What the strategy must remember between rounds besides its arrays."""
+        return {}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Take up what `state` gave."""
+
+    # Flower's Strategy
+
+    def summary(self) -> None:
+        """Log the settings."""
+        log(INFO, "\t%s with %s", type(self).__name__, self.rounds)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask the clients of this round to train."""
+        self._sent = from_record(arrays)
+        chosen = self._choose(grid, server_round, self.rounds.clients_per_round)
+        extra = self.train_config(server_round)
+        return self._messages(chosen, arrays, config, server_round, MessageType.TRAIN, extra)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Combine the acceptable replies; the posterior stays as it is when they are too few."""
+        accepted = self._accept(replies, check_arrays=True)
+        missing = len(self._asked) - len(accepted) - self._refused
+        if len(accepted) < max(1, self.rounds.min_replies):
+            log(
+                WARNING,
+                "Round %d is void: %d replies accepted, %d refused, %d missing (min-replies is %d)",
+                *(server_round, len(accepted), self._refused, missing, self.rounds.min_replies),
+            )
+            return None, None
+        combined = self.combine(accepted, self._sent)
+        return to_record(combined), mean_metrics(accepted)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask clients to evaluate, in the rounds that are due."""
+        every = self.rounds.evaluate_every
+        if every == 0 or (server_round % every and server_round != self.num_rounds):
+            return []
+        chosen = self._choose(grid, server_round, self.rounds.evaluate_clients)
+        return self._messages(chosen, arrays, config, server_round, MessageType.EVALUATE, self.train_config(server_round))
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:  # noqa: ARG002
+        """The clients' metrics, averaged by their number of examples."""
+        accepted = self._accept(replies, check_arrays=False)
+        return mean_metrics(accepted) if accepted else None
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float | None = None,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        *,
+        first_round: int = 1,
+        callbacks: Sequence[Callback] = (),
+    ) -> Result:
+        """Flower's `start`, which can also begin at a later round (resume) and reports every round."""
+        self.num_rounds = num_rounds
+        deadline = self.rounds.deadline if timeout is None else timeout
+        result, arrays = Result(), initial_arrays
+        result.arrays = arrays
+        for server_round in range(first_round, num_rounds + 1):
+            began = time.perf_counter()
+            train = self.configure_train(server_round, arrays, train_config or ConfigRecord(), grid)
+            replies = list(grid.send_and_receive(train, timeout=deadline))
+            combined, metrics = self.aggregate_train(server_round, replies)
+            refused, accepted = self._refused, len(replies) - self._refused
+            if combined is not None:
+                result.arrays = arrays = combined
+            elif server_round == 1:
+                raise_if_all_failed(replies)
+            if metrics is not None:
+                result.train_metrics_clientapp[server_round] = metrics
+            evaluation = self._evaluate(server_round, arrays, evaluate_config or ConfigRecord(), grid, deadline, result)
+            if evaluate_fn and (scores := evaluate_fn(server_round, arrays)) is not None:
+                result.evaluate_metrics_serverapp[server_round] = scores
+                evaluation |= numbers(scores)
+            report = RoundReport(
+                round=server_round,
+                rounds=num_rounds,
+                train_loss=numbers(metrics).get("train-loss") if metrics else None,
+                seconds=time.perf_counter() - began,
+                bytes_up=sum(payload(reply) for reply in replies),
+                bytes_down=nbytes(self._sent) * len(self._asked),
+                replies=accepted,
+                refused=refused,
+                evaluation=evaluation,
+            )
+            for callback in callbacks:
+                callback(report, arrays)
+        return result
+
+    # Steps of a round
+
+    def _evaluate(
+        self,
+        server_round: int,
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        grid: Grid,
+        deadline: float,
+        result: Result,
+    ) -> dict[str, float]:
+        asked = dict(self._asked)
+        messages = list(self.configure_evaluate(server_round, arrays, config, grid))
+        if not messages:
+            return {}
+        metrics = self.aggregate_evaluate(server_round, grid.send_and_receive(messages, timeout=deadline))
+        self._asked = asked
+        if metrics is None:
+            return {}
+        result.evaluate_metrics_clientapp[server_round] = metrics
+        return {f"clients-{key}": value for key, value in numbers(metrics).items()}
+
+    def _choose(self, grid: Grid, server_round: int, count: int) -> list[tuple[int, int]]:
+        """Draw clients by the run's seed and the round alone, whatever the node ids are."""
+        give_up = time.monotonic() + self.rounds.node_wait
+        while len(online := self.roster.online(grid, self.rounds.deadline)) < count:
+            if time.monotonic() > give_up:
+                raise UserError(
+                    f"Only {len(online)} nodes are connected after {self.rounds.node_wait:g} s but a round asks {count}; "
+                    "start more nodes or lower clients-per-round."
+                )
+            time.sleep(0.5)
+        generator = np.random.default_rng([self.rounds.seed, server_round])
+        return [online[i] for i in sorted(generator.choice(len(online), count, replace=False))]
+
+    def _messages(
+        self,
+        chosen: Sequence[tuple[int, int]],
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        server_round: int,
+        message_type: str,
+        extra: Mapping[str, Any],
+    ) -> list[Message]:
+        self._asked = {node: client for client, node in chosen}
+        told = ConfigRecord({**config, **extra, "server-round": server_round, "seed": self.rounds.seed})
+        content = RecordDict({"arrays": arrays, "config": told})
+        return [Message(content, dst_node_id=node, message_type=message_type) for _, node in chosen]
+
+    def _accept(self, messages: Iterable[Message], check_arrays: bool) -> list[Reply]:
+        """The replies that can be trusted, in the order of the clients; the others are logged and counted."""
+        accepted: dict[int, Reply] = {}
+        self._refused = 0
+        for message in messages:
+            client = self._asked.get(message.metadata.src_node_id)
+            reply = self._read(message, client, check_arrays)
+            if isinstance(reply, Reply) and reply.client not in accepted:
+                accepted[reply.client] = reply
+                continue
+            self._refused += 1
+            reason = "it answered twice" if isinstance(reply, Reply) else reply
+            log(WARNING, "Refused the reply of client %s: %s", "?" if client is None else client, reason)
+        return [accepted[client] for client in sorted(accepted)]
+
+    def _read(self, message: Message, client: int | None, check_arrays: bool) -> Reply | str:
+        """A reply, or the reason to refuse it."""
+        if message.has_error():
+            return f"error {message.error.code}: {message.error.reason}"
+        if client is None:
+            return f"node {message.metadata.src_node_id} was not asked"
+        try:
+            metrics = numbers(only(message.content.metric_records, "MetricRecord"))
+            arrays = from_record(only(message.content.array_records, "ArrayRecord")) if check_arrays else {}
+        except Exception as error:  # whatever is in there: a reply must not end the run
+            return f"it cannot be read ({error})"
+        examples = metrics.pop(NUM_EXAMPLES, 0)
+        if not (examples == int(examples) and 1 <= examples <= self.rounds.max_examples):
+            return f"{NUM_EXAMPLES} is {examples}, which is not a whole number from 1 to {self.rounds.max_examples}"
+        if not all(np.isfinite(value) for value in metrics.values()):
+            return "a metric is not finite"
+        if check_arrays and (reason := mismatch(arrays, self.expected(self._sent)) or not_finite(arrays)):
+            return reason
+        if check_arrays and (reason := self.refuse(arrays)):
+            return reason
+        return Reply(client, int(examples), arrays, metrics)
+
+    def expected(self, sent: NDArrays) -> NDArrays:
+        """Arrays with the keys, shapes and types a reply must have: those that were sent."""
+        return sent
+
+
+def not_finite(arrays: NDArrays) -> str | None:
+    """Which array has NaN or infinity in it."""
+    for key, array in arrays.items():
+        # A sum is finite only when all its terms are, and needs no temporary array of booleans.
+        if array.dtype.kind == "f" and not np.isfinite(array.sum(dtype=np.float64)):
+            return f"{key} is not finite"
+    return None
+
+
+def only(records: Mapping[str, Any], kind: str) -> Any:
+    """The one record of its kind."""
+    if len(records) != 1:
+        raise ValueError(f"expected exactly one {kind}, found {len(records)}")
+    return next(iter(records.values()))
+
+
+def numbers(record: MetricRecord) -> dict[str, float]:
+    """The single numbers of a metric record (it may also hold lists)."""
+    return {key: value for key, value in record.items() if isinstance(value, int | float)}
+
+
+def mean_metrics(replies: Sequence[Reply]) -> MetricRecord:
+    """Each metric that all replies have, averaged by the number of examples."""
+    keys = [key for key in replies[0].metrics if all(key in reply.metrics for reply in replies)]
+    total = sum(reply.examples for reply in replies)
+    return MetricRecord({key: sum(reply.examples * reply.metrics[key] for reply in replies) / total for key in keys})
+
+
+def weights(replies: Sequence[Reply]) -> list[float]:
+    """``w_k = N_k / Σ N``."""
+    total = sum(reply.examples for reply in replies)
+    return [reply.examples / total for reply in replies]
+
+
+def average(replies: Sequence[Reply], keys: Sequence[str]) -> NDArrays:
+    """``Σ w_k x_k`` for each of the keys."""
+    share = weights(replies)
+    return {key: weighted_mean(share, [tensor(reply.arrays[key]) for reply in replies]).numpy() for key in keys}
+
+
+def payload(message: Message) -> int:
+    """The bytes of a reply's arrays."""
+    if message.has_error():
+        return 0
+    return sum(nbytes(from_record(record)) for record in message.content.array_records.values())
+
+
+def raise_if_all_failed(replies: Sequence[Message]) -> None:
+    """End a run whose every client failed in the very first round: it is not going to get better."""
+    if replies and all(reply.has_error() for reply in replies):
+        raise UserError(f"All clients of the first round failed; the first said: {replies[0].error.reason}")
+
+
+def linear_decay(first: float, last: float, server_round: int, num_rounds: int) -> float:
+    """From `first` in round 1 to `last` in the last round.
+
+    >>> [round(linear_decay(0.1, 0.01, r, 4), 3) for r in (1, 2, 3, 4)]
+    [0.1, 0.07, 0.04, 0.01]
+    """
+    done = (server_round - 1) / (num_rounds - 1) if num_rounds > 1 else 0.0
+    return first + (last - first) * min(1.0, done)

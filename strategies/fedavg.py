@@ -1,0 +1,37 @@
+"""FedAvg, the server half: the mean of the clients' weights by their examples (McMahan et al. 2017)."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from fedivon_flwr.records import NDArrays
+from fedivon_flwr.settings import MethodOptions
+from strategies.base import FederatedStrategy, Reply, RoundSettings, average, linear_decay
+
+
+class Options(MethodOptions):
+    """The keys ``fedavg.*`` of the run config."""
+
+    lr: float = Field(1e-3, gt=0, description="Adam's learning rate in the first round")
+    lr_final: float = Field(1e-5, ge=0, description="Adam's learning rate in the last round; linear in between")
+    weight_decay: float = Field(2e-4, ge=0, description="Adam's weight decay")
+
+
+class FedAvg(FederatedStrategy):
+    """Averages ``mean/*`` and ``buffer/*``."""
+
+    options_type: ClassVar[type[MethodOptions]] = Options
+
+    def __init__(self, options: Options | None = None, rounds: RoundSettings | None = None) -> None:
+        super().__init__(rounds)
+        self.options = options or Options()
+
+    def train_config(self, server_round: int) -> dict[str, Any]:
+        """Adam's settings; the learning rate decays linearly over the rounds."""
+        lr = linear_decay(self.options.lr, self.options.lr_final, server_round, self.num_rounds)
+        return {"lr": lr, "weight-decay": self.options.weight_decay}
+
+    def combine(self, replies: Sequence[Reply], sent: NDArrays) -> NDArrays:
+        """``Σ N_k θ_k / Σ N``."""
+        return average(replies, list(sent))

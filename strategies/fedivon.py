@@ -1,0 +1,103 @@
+"""FedIvon, the server half: the clients' Gaussians become one (Pal et al. 2024, Algorithm 1 and section 3.2)."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+from torch import nn
+
+from fedivon_flwr.posterior import DiagGaussian
+from fedivon_flwr.records import HESS, MEAN, NDArrays, flat, model_arrays, tensor
+from fedivon_flwr.settings import MethodOptions
+from strategies.aggregation import RULES, Shared, Term, aggregate
+from strategies.base import (
+    FederatedStrategy,
+    Reply,
+    RoundSettings,
+    average,
+    linear_decay,
+    weights,
+)
+
+
+class Options(MethodOptions):
+    """The keys ``fedivon.*`` of the run config."""
+
+    lr: float = Field(0.1, gt=0, description="learning rate of the first round")
+    lr_final: float = Field(0.01, gt=0, description="learning rate of the last round; linear in between")
+    ess: Annotated[float, Field(gt=0)] | Literal["local"] = Field(
+        5000.0, description='effective sample size λ; "local" is the number of the client\'s examples'
+    )
+    hess_init: float = Field(1.0, gt=0, description="h0, the Hessian of the first round")
+    weight_decay: float = Field(2e-4, gt=0, description="δ, precision of the zero-mean prior divided by λ")
+    beta1: float = Field(0.9, ge=0, lt=1, description="momentum of the gradient")
+    beta2: float = Field(0.99999, ge=0, lt=1, description="momentum of the Hessian")
+    mc_samples: int = Field(1, ge=1, description="weight samples for each training step")
+    rule: Literal[tuple(RULES)] = Field("rkl", description="aggregation rule")  # type: ignore[valid-type]
+    prior: Literal["zero", "server"] = Field("zero", description="the clients' prior: zero mean, or the server's posterior")
+    temperature: float = Field(1.0, ge=0, allow_inf_nan=True, description="β, the strength of the server's posterior as prior")
+
+
+class FedIvon(FederatedStrategy):
+    """Aggregates posteriors that arrive as ``mean/*`` and ``hess/*`` arrays.
+
+    Start it from `initial_arrays(model)`; the clients are `clients.fedivon.FedIvonClient` or anything that
+    keeps to the wire contract.
+    """
+
+    options_type: ClassVar[type[MethodOptions]] = Options
+
+    def __init__(self, options: Options | None = None, rounds: RoundSettings | None = None) -> None:
+        super().__init__(rounds)
+        self.options = options or Options()
+        # λ of the server's posterior; with "local" it is known after the first round.
+        self.ess = self.options.ess if isinstance(self.options.ess, float) else 1.0
+
+    def model_arrays(self, model: nn.Module) -> NDArrays:
+        """The first posterior: the model's weights, and ``h0`` everywhere."""
+        return model_arrays(model, self.options.hess_init)
+
+    def train_config(self, server_round: int) -> dict[str, Any]:
+        """The clients' IVON settings; the learning rate decays linearly over the rounds."""
+        told = self.options.model_dump(by_alias=True, exclude={"rule", "lr_final"})
+        lr = linear_decay(self.options.lr, self.options.lr_final, server_round, self.num_rounds)
+        return {**told, "lr": lr}
+
+    def refuse(self, arrays: NDArrays) -> str | None:
+        """A precision ``λ (h + δ)`` must be positive."""
+        for key, array in arrays.items():
+            if key.startswith(HESS) and array.size and array.min() + self.options.weight_decay <= 0:
+                return f"{key} gives a precision that is not positive"
+        return None
+
+    def combine(self, replies: Sequence[Reply], sent: NDArrays) -> NDArrays:
+        """Apply the aggregation rule parameter by parameter; buffers are averaged."""
+        share = weights(replies)
+        sizes = [float(reply.examples) if self.options.ess == "local" else self.ess for reply in replies]
+        ess = sum(w * size for w, size in zip(share, sizes, strict=True))
+        rule, means, hessians = RULES[self.options.rule], {}, {}
+        for key in sent:
+            if key.startswith(MEAN):
+                twin = HESS + key.removeprefix(MEAN)
+                terms = [
+                    Term(w, tensor(reply.arrays[key]), tensor(reply.arrays[twin]), size)
+                    for w, reply, size in zip(share, replies, sizes, strict=True)
+                ]
+                prior = Term(1.0, tensor(sent[key]), tensor(sent[twin]), self.ess)
+                shared = Shared(self.options.weight_decay, ess, len(terms), prior)
+                mean, hess = aggregate(rule, terms, shared)
+                means[key], hessians[twin] = mean.numpy(), hess.numpy()
+        self.ess = ess
+        return means | hessians | average(replies, [key for key in sent if not key.startswith((MEAN, HESS))])
+
+    def posterior(self, arrays: NDArrays) -> DiagGaussian:
+        """``N(m, 1/(λ (h + δ)))``."""
+        return DiagGaussian.from_hess(flat(arrays, MEAN), flat(arrays, HESS), self.ess, self.options.weight_decay)
+
+    def state(self) -> dict[str, float]:
+        """``λ`` of the posterior."""
+        return {"ess": self.ess}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Take up ``λ``."""
+        self.ess = state["ess"]
