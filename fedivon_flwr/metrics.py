@@ -47,8 +47,9 @@ class Reliability:
 def score(probs: Tensor, labels: Tensor) -> Scores:
     """All scores of `probs` (N, K) against `labels` (N,); all nan when the model has diverged to nan.
 
-    >>> score(torch.tensor([[0.9, 0.1], [0.3, 0.7]]), torch.tensor([0, 0]))
-    Scores(accuracy=0.5, ece=0.4, nll=0.6546..., brier=0.5)
+    >>> scores = score(torch.tensor([[0.9, 0.1], [0.3, 0.7]]), torch.tensor([0, 0]))
+    >>> {name: round(value, 4) for name, value in scores.as_dict().items()}
+    {'accuracy': 0.5, 'ece': 0.4, 'nll': 0.6547, 'brier': 0.5}
     """
     from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
 
@@ -57,6 +58,7 @@ def score(probs: Tensor, labels: Tensor) -> Scores:
     _check(probs, labels)
     if not probs.isfinite().all():
         return Scores(nan, nan, nan, nan)
+    probs, labels = probs.cpu(), labels.cpu()
     classes = probs.shape[1]
     return Scores(
         accuracy=float(multiclass_accuracy(probs, labels, num_classes=classes, average="micro")),
@@ -83,7 +85,9 @@ def reliability(probs: Tensor, labels: Tensor, bins: int = BINS) -> Reliability:
 
     def mean(values: Tensor) -> NDArray[np.float64]:
         total = np.bincount(index, weights=values.double().numpy(), minlength=bins)
-        return np.divide(total, count, out=np.full(bins, nan), where=count > 0)
+        means = np.full(bins, nan)
+        np.divide(total, count, out=means, where=count > 0)
+        return means
 
     return Reliability(edges.double().numpy(), mean(confidence), mean(guess == labels.cpu()), count)
 
@@ -94,7 +98,8 @@ def entropy(probs: Tensor) -> Tensor:
     >>> entropy(torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
     tensor([0.6931, 0.0000])
     """
-    return torch.special.entr(probs).sum(-1)
+    terms: Tensor = torch.special.entr(probs)
+    return terms.sum(-1)
 
 
 def ood_auroc(inside: Tensor, outside: Tensor) -> float:

@@ -8,6 +8,7 @@ base go by these prefixes of the parameter names.
 from collections import OrderedDict
 from collections.abc import Callable
 from importlib import import_module
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ def build(name: str, shape: Shape, classes: int, seed: int) -> nn.Module:
     torch.Size([5, 10])
     >>> build("cnn", (1, 8, 8), 10, seed=0)
     Traceback (most recent call last):
-    fedivon_flwr.errors.UserError: Model 'cnn' needs images of at least 16×16, not inputs of shape (1, 8, 8); \
+    fedivon_flwr.errors.UserError: Model 'cnn' needs images of at least 16 by 16, not inputs of shape (1, 8, 8); \
 use larger images or the model 'mlp', which takes any shape.
     """
     make = _imported(name) if ":" in name else MODELS[name]
@@ -51,7 +52,9 @@ def _imported(name: str) -> ModelFn:
     try:
         make = getattr(import_module(path), attribute)
     except (ImportError, ValueError) as error:
-        raise UserError(f"Model '{name}' cannot be imported ({error}); write it as 'package.module:function'.") from error
+        raise UserError(
+            f"Model '{name}' cannot be imported ({error}); write it as 'package.module:function'."
+        ) from error
     except AttributeError as error:
         raise UserError(f"Model '{name}' cannot be found: module '{path}' has no '{attribute}'.") from error
     if not callable(make):
@@ -83,7 +86,7 @@ def _net(features: list[nn.Module], width: int, classes: int) -> nn.Module:
 
 def _dense(*widths: int) -> list[nn.Module]:
     """Fully connected layers with ReLU, from the first width to the last."""
-    return [layer for pair in zip(widths, widths[1:], strict=False) for layer in (nn.Linear(*pair), nn.ReLU())]
+    return [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
 
 
 def _pooled(inputs: int, outputs: int, kernel: int, padding: int = 0) -> list[nn.Module]:
@@ -98,7 +101,7 @@ def _images(name: str, shape: Shape, least: int) -> tuple[int, int, int]:
     """The shape as (channels, height, width), if the sides are long enough for the network."""
     if len(shape) != 3 or min(shape[1:]) < least:
         raise UserError(
-            f"Model '{name}' needs images of at least {least}×{least}, not inputs of shape {shape}; "
+            f"Model '{name}' needs images of at least {least} by {least}, not inputs of shape {shape}; "
             "use larger images or the model 'mlp', which takes any shape."
         )
     channels, height, width = shape
@@ -145,6 +148,6 @@ def pfl_cifar100(shape: Shape, classes: int) -> nn.Module:
     """
     channels, _, _ = _images("pfl-cifar100", shape, least=16)
     widths = (channels, 32, 64, 128, 256)
-    layers = [layer for pair in zip(widths, widths[1:], strict=False) for layer in _pooled(*pair, 3, padding=1)]
+    layers = [layer for pair in pairwise(widths) for layer in _pooled(*pair, 3, padding=1)]
     layers += [nn.Conv2d(256, 100, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     return _net(layers, 100, classes)

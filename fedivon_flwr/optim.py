@@ -53,6 +53,7 @@ class Ivon(IVON):  # type: ignore[misc]  # ivon-opt has no types
         self._shift: list[Tensor | None] = [None] * len(self.param_groups)  # m0; None is zero
         self._pull: list[float | Tensor] = [group["weight_decay"] for group in self.param_groups]  # s
         self._temperature = 1.0  # β
+        self._precision = [group["hess"] + pull for group, pull in zip(self.param_groups, self._pull, strict=True)]
 
     @property
     def current_step(self) -> int:
@@ -67,6 +68,7 @@ class Ivon(IVON):  # type: ignore[misc]  # ivon-opt has no types
         """Continue from a Hessian (one flat vector in the optimiser's order); the means are the weights."""
         for group, part in zip(self.param_groups, self._per_group(hess), strict=True):
             group["hess"] = part.to(self._device, self._dtype, copy=True)
+        self._new_precision()
 
     def use_prior(self, mean: Tensor, hess: Tensor, temperature: float = 1.0) -> None:
         """Take ``N(m0, 1/(λ (h0 + δ)))`` as prior with strength β, and start at it.
@@ -84,19 +86,15 @@ class Ivon(IVON):  # type: ignore[misc]  # ivon-opt has no types
             # At β = 0 and β = ∞ the formulas are taken to their limits, which use `precision` itself.
             self._pull[i] = precision * temperature if 0 < temperature < math.inf else precision
             group["hess"] = torch.zeros_like(precision)
-            write(group["params"], self._shift[i])
+            write(group["params"], means[i])
+        self._new_precision()
 
     def hess(self) -> Tensor:
         """What goes on the wire, ``Λ/λ − δ``: ``h`` itself, or ``h0 + h/β`` under a prior given by `use_prior`."""
         parts = []
-        for group, shift, pull in zip(self.param_groups, self._shift, self._pull, strict=True):
-            precision = group["hess"] + pull if shift is not None else group["hess"] + group["weight_decay"]
-            if shift is None:
-                parts.append(group["hess"])
-            elif 0 < self._temperature < math.inf:
-                parts.append(precision / self._temperature - group["weight_decay"])
-            else:
-                parts.append(torch.as_tensor(pull) - group["weight_decay"])
+        for group, shift, precision in zip(self.param_groups, self._shift, self._precision, strict=True):
+            scale = self._temperature if self._proper else 1.0
+            parts.append(group["hess"] if shift is None else precision / scale - group["weight_decay"])
         return torch.cat(parts)
 
     def mean(self) -> Tensor:
@@ -120,19 +118,26 @@ class Ivon(IVON):  # type: ignore[misc]  # ivon-opt has no types
         if train:
             self._collect(params, noise)
 
+    @property
+    def _proper(self) -> bool:
+        """Whether β is none of the ends 0 and ∞, where ``h`` has no part."""
+        return 0 < self._temperature < math.inf
+
+    def _new_precision(self) -> None:
+        """Keep ``h + s``, which sampling and both updates use."""
+        for group, pull, precision in zip(self.param_groups, self._pull, self._precision, strict=True):
+            torch.add(group["hess"], pull, out=precision)
+
     def _noise(self) -> Tensor:
         """``σ ε``, for all groups in one vector."""
         parts = []
-        for group, pull in zip(self.param_groups, self._pull, strict=True):
+        for group, precision in zip(self.param_groups, self._precision, strict=True):
             if self._temperature == 0:
-                parts.append(torch.zeros(group["numel"], device=self._device, dtype=self._dtype))
+                parts.append(torch.zeros_like(precision))
                 continue
             noise = torch.randn(group["numel"], device=self._device, dtype=self._dtype)
-            if self._temperature == math.inf:
-                deviation = (pull * group["ess"]).sqrt_()  # type: ignore[union-attr]
-            else:
-                deviation = (group["hess"] + pull).mul_(group["ess"] / self._temperature).sqrt_()
-            parts.append(noise.div_(deviation))
+            ess = group["ess"] / self._temperature if self._proper else group["ess"]
+            parts.append(noise.div_(precision.mul(ess).sqrt_()))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _collect(self, params: list[nn.Parameter], noise: Tensor) -> None:
@@ -148,37 +153,35 @@ class Ivon(IVON):  # type: ignore[misc]  # ivon-opt has no types
             raise RuntimeError("step() needs a gradient: run backward() inside sampled_params(train=True) first")
         self.current_step += 1
         offset = 0
-        for group, shift, pull in zip(self.param_groups, self._shift, self._pull, strict=True):
+        for i, group in enumerate(self.param_groups):
             part = slice(offset, offset + group["numel"])
             offset += group["numel"]
-            grad = self.state["avg_grad"][part]
-            group["momentum"].mul_(group["beta1"]).add_(grad * (1 - group["beta1"]))
-            if 0 < self._temperature < math.inf:
-                update_hess(
-                    group["hess"],
-                    self.state["avg_nxg"][part],
-                    pull,
-                    group["ess"] / self._temperature,
-                    group["beta2"],
-                )
-            debiased = group["momentum"] / (1.0 - math.pow(group["beta1"], float(self.current_step)))
-            write(group["params"], self._new_mean(group, debiased, shift, pull))
+            grad, scratch = self.state["avg_grad"][part], self.state["avg_nxg"][part]
+            group["momentum"].mul_(group["beta1"]).add_(grad.mul_(1 - group["beta1"]))
+            if self._proper:
+                ess, precision = group["ess"] / self._temperature, self._precision[i]
+                update_hess(group["hess"], scratch, precision, ess, group["beta2"])
+                torch.add(group["hess"], self._pull[i], out=precision)
+            torch.div(group["momentum"], 1.0 - math.pow(group["beta1"], float(self.current_step)), out=grad)
+            write(group["params"], self._new_mean(i, grad, scratch))
 
-    def _new_mean(self, group: dict[str, Any], gradient: Tensor, shift: Tensor | None, pull: float | Tensor) -> Tensor:
+    def _new_mean(self, i: int, gradient: Tensor, scratch: Tensor) -> Tensor:
+        """The mean after a step along a gradient; both arguments are used up."""
+        group, shift, pull, precision = self.param_groups[i], self._shift[i], self._pull[i], self._precision[i]
         mean = torch.cat([p.detach().reshape(-1) for p in group["params"]])
         radius, rate = group["clip_radius"], group["lr"] * (group["hess_init"] + group["weight_decay"])
         if shift is None:
-            step = gradient.add_(mean * pull).div_(group["hess"] + pull)
-            return mean.sub_(clip(step, radius).mul_(rate))
+            torch.mul(mean, pull, out=scratch)
+            return mean.sub_(clip(gradient.add_(scratch).div_(precision), radius).mul_(rate))
         if self._temperature == math.inf:
             return shift
+        step = clip(gradient.div_(precision), radius)
         if self._temperature == 0:
-            return mean.sub_(clip(gradient.div_(pull), radius).mul_(rate))
+            return mean.sub_(step.mul_(rate))
         # The prior's pull is taken implicitly (a proximal step): stable for every β, with the same fixed point.
         rate *= self._temperature
-        precision = group["hess"] + pull
-        step = clip(gradient.div_(precision), radius).mul_(rate)
-        return mean.sub_(shift).sub_(step).div_(1 + rate * pull / precision).add_(shift)
+        shrink = torch.div(pull, precision, out=scratch).mul_(rate).add_(1.0)
+        return mean.sub_(shift).sub_(step.mul_(rate)).div_(shrink).add_(shift)
 
     def _per_group(self, flat: Tensor) -> list[Tensor]:
         if flat.numel() != self._numel:
@@ -186,12 +189,11 @@ class Ivon(IVON):  # type: ignore[misc]  # ivon-opt has no types
         return list(torch.split(flat, [group["numel"] for group in self.param_groups]))
 
 
-def update_hess(hess: Tensor, noise_times_grad: Tensor, pull: float | Tensor, ess: float, beta2: float) -> None:
+def update_hess(hess: Tensor, noise_times_grad: Tensor, precision: Tensor, ess: float, beta2: float) -> None:
     """In place ``h ← β2 h + (1−β2) ĥ + ½ (1−β2)² (h − ĥ)² / (h + s)``, ``ĥ = ĝ (θ−m) λ' (h+s)``.
 
     The order of the operations is `ivon-opt`'s, so that the roundings are too.
     """
-    precision = hess + pull
     estimate = noise_times_grad.mul_(precision).mul_(ess)
     correction = (hess - estimate).square_().mul_(0.5 * (1 - beta2) ** 2).div_(precision)
     hess.mul_(beta2).add_(estimate.mul_(1.0 - beta2)).add_(correction)
@@ -210,9 +212,7 @@ def trainable(params: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> list
     return [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]  # type: ignore[dict-item,index]
 
 
-def write(params: list[nn.Parameter], flat: Tensor | None) -> None:
+def write(params: list[nn.Parameter], flat: Tensor) -> None:
     """Copy a flat vector into parameters, which keep their storage."""
-    if flat is None:
-        return
     for p, part in zip(params, torch.split(flat, [p.numel() for p in params]), strict=True):
         p.data.copy_(part.view(p.shape))

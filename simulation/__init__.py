@@ -1,1 +1,1 @@
-""""""
+"""Virtual federations: the Ray engine, presets, reports and figures."""

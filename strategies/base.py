@@ -138,6 +138,10 @@ class FederatedStrategy(Strategy):
         """The Gaussian over the weights that the server's arrays stand for, if the method has one."""
         return None
 
+    def scale(self) -> dict[str, float]:
+        """What turns the arrays into a posterior besides themselves (λ and δ); kept with the outcome."""
+        return {}
+
     def state(self) -> dict[str, float]:
         """What the strategy must remember between rounds besides its arrays."""
         return {}

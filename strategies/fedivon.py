@@ -94,6 +94,10 @@ class FedIvon(FederatedStrategy):
         """``N(m, 1/(λ (h + δ)))``."""
         return DiagGaussian.from_hess(flat(arrays, MEAN), flat(arrays, HESS), self.ess, self.options.weight_decay)
 
+    def scale(self) -> dict[str, float]:
+        """``λ`` and ``δ``."""
+        return {"ess": self.ess, "weight_decay": self.options.weight_decay}
+
     def state(self) -> dict[str, float]:
         """``λ`` of the posterior."""
         return {"ess": self.ess}

@@ -1,0 +1,233 @@
+"""A run's folder: settings, provenance, metrics, checkpoints, the final posterior and the summary.
+
+    settings.json            the flat config, all defaults filled in
+    provenance.json          versions, git commit, machine
+    metrics.jsonl            one object a round
+    checkpoints/             round-<n>.safetensors: the server's arrays and state after round n (the last two)
+    posterior.safetensors    the outcome, with all that `fedivon predict` needs
+    summary.json             method, data, settings, scores; its presence says that the run is finished
+    report.md, *.png         the same for people
+
+Every file is written to one side and then renamed, so that a kill at any moment leaves the old or the new one.
+"""
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from fedivon_flwr.errors import UserError
+from fedivon_flwr.records import NDArrays
+from fedivon_flwr.settings import Settings
+
+PACKAGES = ("fedivon-flwr", "flwr", "torch", "torchvision", "ivon-opt", "numpy", "ray")
+KEPT_CHECKPOINTS = 2
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """All that the next round needs."""
+
+    round: int
+    arrays: NDArrays
+    state: Mapping[str, float]
+
+
+class RunFolder:
+    """One run's folder; only one process at a time may have it open."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = FileLock(path / ".lock")
+
+    @classmethod
+    def open(cls, settings: Settings) -> "RunFolder":
+        """A new folder, or the one that `run-dir` names: continued when its settings agree, refused otherwise."""
+        path = Path(settings.run_dir) if settings.run_dir else new_path(settings)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"The run folder '{path}' cannot be made ({error.strerror}); choose another run-dir.") from None
+        folder = cls(path)
+        try:
+            folder._lock.acquire(timeout=0)
+        except Timeout:
+            raise UserError(f"The run folder '{path}' is in use by another run; choose another run-dir.") from None
+        try:
+            folder._check(settings)
+        except UserError:
+            folder.close()
+            raise
+        return folder
+
+    def close(self) -> None:
+        """Let others have it."""
+        self._lock.release()
+
+    def _check(self, settings: Settings) -> None:
+        if (old := read_json(self.path / "settings.json")) is None:
+            if any(p.name not in (".lock", "flwr.log") for p in self.path.iterdir()):
+                raise UserError(f"The folder '{self.path}' is not empty and holds no run; choose another run-dir.")
+            write_json(self.path / "settings.json", settings.to_config())
+            write_json(self.path / "provenance.json", provenance())
+            return
+        before, now = Settings.from_config(old).identity(), settings.identity()
+        if changed := sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key)):
+            key = changed[0]
+            raise UserError(
+                f"The run folder '{self.path}' belongs to a run with other settings ({key} = {before.get(key)!r}, "
+                f"now {now.get(key)!r}); choose another run-dir, or the old settings to continue it."
+            )
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run came to its end."""
+        return (self.path / "summary.json").exists()
+
+    def summary(self) -> dict[str, Any]:
+        """The summary of a finished run."""
+        return read_json(self.path / "summary.json") or {}
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rounds so far."""
+        return list(read_metrics(self.path))
+
+    def append_metrics(self, row: Mapping[str, Any]) -> None:
+        """Add a round."""
+        with (self.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def save_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Write a checkpoint, then drop the oldest."""
+        folder = self.path / "checkpoints"
+        folder.mkdir(exist_ok=True)
+        described = {"round": checkpoint.round, "state": dict(checkpoint.state)}
+        save_arrays(folder / f"round-{checkpoint.round:06d}.safetensors", checkpoint.arrays, described)
+        for old in sorted(folder.glob("round-*.safetensors"))[:-KEPT_CHECKPOINTS]:
+            old.unlink()
+
+    def resume(self) -> Checkpoint | None:
+        """The last readable checkpoint; later rounds are struck from metrics.jsonl, since they will be run again."""
+        found = None
+        for path in sorted((self.path / "checkpoints").glob("round-*.safetensors"), reverse=True):
+            try:
+                arrays, described = load_arrays(path)
+            except UserError:
+                continue
+            found = Checkpoint(described["round"], arrays, described["state"])
+            break
+        last = found.round if found else 0
+        rows = [row for row in self.metrics() if row["round"] <= last]
+        write_bytes(self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+        return found
+
+
+def new_path(settings: Settings) -> Path:
+    """A fresh folder under ``runs/`` (or `FEDIVON_RUNS`), named by time, method and data."""
+    stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+    base = runs_folder() / f"{stamp}-{settings.method}-{Path(settings.dataset).stem}-seed{settings.seed}"
+    path, number = base, 1
+    while path.exists():
+        number += 1
+        path = base.with_name(f"{base.name}-{number}")
+    return path
+
+
+def runs_folder() -> Path:
+    """Where runs go unless told otherwise."""
+    return Path(os.environ.get("FEDIVON_RUNS", "runs"))
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The rounds of a run's folder; a line cut off by a kill is left out."""
+    try:
+        lines = (path / "metrics.jsonl").read_text().splitlines()
+    except FileNotFoundError:
+        return
+    for line in lines:
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            return
+
+
+def provenance() -> dict[str, Any]:
+    """Versions, commit and machine."""
+    return {
+        "versions": versions(),
+        "git_commit": git_commit(),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python and the packages that decide the numbers."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_commit() -> str | None:
+    """The commit of the code, marked when it has uncommitted changes; None outside a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def save_arrays(path: Path, arrays: NDArrays, described: Mapping[str, Any]) -> None:
+    """Arrays and a description as one safetensors file."""
+    described = {**described, "keys": list(arrays)}  # safetensors does not keep the order
+    write_bytes(path, save(arrays, metadata={"fedivon": json.dumps(described)}))
+
+
+def load_arrays(path: Path) -> tuple[NDArrays, dict[str, Any]]:
+    """What `save_arrays` wrote, in the same order."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            described = json.loads((file.metadata() or {})["fedivon"])
+            arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # not a mapping
+    except FileNotFoundError:
+        raise UserError(f"There is no file '{path}'.") from None
+    except (SafetensorError, KeyError, json.JSONDecodeError, OSError):
+        raise UserError(f"The file '{path}' is not a posterior or checkpoint of this project.") from None
+    return {key: arrays[key] for key in described["keys"]}, described
+
+
+def write_json(path: Path, value: Any) -> None:
+    """JSON for people and programs."""
+    write_bytes(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    """The value, or None where there is no such file."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replace a file in one step."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with part.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)

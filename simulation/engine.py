@@ -1,0 +1,312 @@
+"""The Ray-backed engine: Flower's `Grid` directly on Ray actors, without a SuperLink.
+
+The same ServerApp, Strategy and ClientApp as under ``flwr run``, only the transport differs: a few persistent
+actors (each with its caches of data and model) work through the messages of all virtual nodes. What the messages of a
+round share (the server's arrays) is put into Ray's object store once and read by all actors without a copy; the
+arrays of the replies come back the same way. Short tasks are sent in bunches, long ones one by one to whichever
+actor is free, so that neither the calls nor an unequal split cost time.
+"""
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from math import ceil
+from typing import Any, NamedTuple
+
+import ray
+from flwr.app import Context, Error, Message, Metadata, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+from fedivon_flwr.errors import UserError
+
+FIRST_NODE_ID = 1000  # above the ids that Flower keeps for itself
+BUNCH_SECONDS = 0.02  # a call should last at least this long, so that its overhead does not matter
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a virtual client gets, and where Ray is."""
+
+    cpus: float = 1.0
+    gpus: float = 0.0
+    address: str | None = None  # of a running Ray cluster; None starts Ray on this machine
+
+
+class Task(NamedTuple):
+    """A message for a node, without its content."""
+
+    metadata: Metadata
+    content: int  # which of the call's contents
+    state: RecordDict  # the node's memory between messages
+
+
+class Outcome(NamedTuple):
+    """What became of a task."""
+
+    reply: Message
+    state: RecordDict
+    seconds: float
+
+
+class Worker:
+    """Runs a ClientApp for one virtual node after the other; becomes a Ray actor."""
+
+    def __init__(self, client_app: str | ClientApp, run_config: Mapping[str, Any], nodes: int) -> None:
+        self.run_config, self.nodes = dict(run_config), nodes
+        self.app = load_app(client_app) if isinstance(client_app, str) else client_app
+
+    def work(self, tasks: Sequence[Task], *contents: RecordDict) -> list[Outcome]:
+        """Work through some messages."""
+        return [self._one(task, contents[task.content]) for task in tasks]
+
+    def _one(self, task: Task, content: RecordDict) -> Outcome:
+        began, node = time.perf_counter(), task.metadata.dst_node_id
+        message = Message(content=content, metadata=task.metadata)
+        context = Context(
+            run_id=task.metadata.run_id,
+            node_id=node,
+            node_config={"partition-id": node - FIRST_NODE_ID, "num-partitions": self.nodes},
+            state=task.state,
+            run_config=dict(self.run_config),
+        )
+        try:
+            reply = self.app(message, context)
+        except Exception as error:  # whatever the app does, only this client is lost
+            reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, describe(error)), reply_to=message)
+        return Outcome(reply, context.state, time.perf_counter() - began)
+
+
+def load_app(reference: str) -> Any:
+    """``package.module:name`` as an object."""
+    module, _, name = reference.partition(":")
+    return getattr(import_module(module), name)
+
+
+def describe(error: BaseException) -> str:
+    """An exception as one line; our own sentences stand for themselves."""
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+
+
+@dataclass
+class Actor:
+    """An actor and what it is working on."""
+
+    handle: Any
+    call: Any = None
+    messages: list[Message] = field(default_factory=list)
+
+
+class RayGrid(Grid):
+    """Flower's `Grid` on Ray actors; use it through `ray_grid`, which cleans up."""
+
+    def __init__(
+        self,
+        client_app: str | ClientApp,
+        run_config: Mapping[str, Any],
+        nodes: int,
+        resources: Resources,
+    ) -> None:
+        self._run = Run.create_empty(run_id=1)
+        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, SUPERLINK_NODE_ID, 1
+        self._nodes = range(FIRST_NODE_ID, FIRST_NODE_ID + nodes)
+        self._app = ray.put(client_app)
+        self._arguments, self._resources = (dict(run_config), nodes), resources
+        self._actors = [Actor(self._new_actor()) for _ in range(min(nodes, capacity(resources)))]
+        self._queue: deque[Message] = deque()
+        self._contents: dict[int, tuple[RecordDict, Any]] = {}  # what the queued messages share, by identity
+        self._replies: dict[str, Message] = {}
+        self._wanted: set[str] = set()  # messages that nobody has given up on
+        self._states: dict[int, RecordDict] = {}
+        self._seconds: dict[int, float] = {}  # how long a node's last training took
+        self._typical = 0.0  # seconds of a message, lately
+        self._count = 0
+
+    # Flower's Grid
+
+    def set_run(self, run: Run) -> None:
+        """Keep information about the run."""
+        self._run = run
+
+    @property
+    def run(self) -> Run:
+        """Information about the run."""
+        return self._run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        """Flower's older way to make a message."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """All virtual nodes are always there."""
+        return list(self._nodes)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Queue messages; their contents are put into the object store when they are first needed."""
+        ids = []
+        for message in messages:
+            self._count += 1
+            message.metadata.__dict__["_message_id"] = str(self._count)
+            self._queue.append(message)
+            ids.append(message.metadata.message_id)
+        self._wanted.update(ids)
+        # The longest first: the short ones fill the gaps at the end.
+        self._queue = deque(sorted(self._queue, key=lambda m: -self._seconds.get(m.metadata.dst_node_id, 0.0)))
+        self._dispatch()
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """The replies that are there."""
+        self._collect(0.0)
+        return self._take(message_ids)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Send messages and wait for all replies, or until the timeout for those that are there by then."""
+        ids = list(self.push_messages(messages))
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while waiting := [i for i in ids if i not in self._replies]:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                self._give_up(waiting)
+                break
+            self._collect(left)
+        return self._take(ids)
+
+    # How it works
+
+    def _new_actor(self) -> Any:
+        options = {"num_cpus": self._resources.cpus, "num_gpus": self._resources.gpus}
+        return ray.remote(Worker).options(**options).remote(self._app, *self._arguments)
+
+    def _dispatch(self) -> None:
+        """Give queued messages to free actors."""
+        free = [actor for actor in self._actors if actor.call is None]
+        for others, actor in zip(reversed(range(len(free))), free, strict=True):
+            if not self._queue:
+                return
+            share = ceil(len(self._queue) / (others + 1))
+            actor.messages = [self._queue.popleft() for _ in range(min(share, self._bunch()))]
+            contents = {id(m.content): self._shared(m.content) for m in actor.messages}
+            place = {key: i for i, key in enumerate(contents)}
+            tasks = [
+                Task(m.metadata, place[id(m.content)], self._states.get(m.metadata.dst_node_id) or RecordDict())
+                for m in actor.messages
+            ]
+            actor.call = actor.handle.work.remote(tasks, *contents.values())
+        if not self._queue:
+            self._contents.clear()
+
+    def _bunch(self) -> int:
+        """How many messages make a call long enough."""
+        return ceil(BUNCH_SECONDS / self._typical) if self._typical else 1
+
+    def _shared(self, content: RecordDict) -> Any:
+        """A content in the object store, put there once however many messages carry it."""
+        if id(content) not in self._contents:
+            self._contents[id(content)] = (content, ray.put(content))
+        return self._contents[id(content)][1]
+
+    def _collect(self, timeout: float | None) -> None:
+        """Wait for a call to end, keep its replies, and give the actor the next messages."""
+        calls = {actor.call: actor for actor in self._actors if actor.call is not None}
+        if not calls:
+            return
+        done, _ = ray.wait(list(calls), num_returns=1, timeout=timeout)
+        for call in done:
+            actor = calls[call]
+            try:
+                outcomes = ray.get(call)
+            except ray.exceptions.RayError as error:  # the actor's process died, with all it was working on
+                outcomes = [
+                    Outcome(crashed(message, error), self._state(message), 0.0) for message in actor.messages
+                ]
+                actor.handle = self._new_actor()
+            self._keep(outcomes)
+            actor.call, actor.messages = None, []
+        self._dispatch()
+
+    def _keep(self, outcomes: Sequence[Outcome]) -> None:
+        for reply, state, seconds in outcomes:
+            node = reply.metadata.src_node_id
+            if len(state):
+                self._states[node] = state
+            self._seconds[node] = seconds
+            self._typical += 0.1 * (seconds - self._typical)
+            if reply.metadata.reply_to_message_id in self._wanted:
+                self._replies[reply.metadata.reply_to_message_id] = reply
+
+    def _state(self, message: Message) -> RecordDict:
+        return self._states.get(message.metadata.dst_node_id) or RecordDict()
+
+    def _give_up(self, ids: Iterable[str]) -> None:
+        """Drop messages that nobody waits for any more; those under way run to their end unheard."""
+        self._wanted.difference_update(ids)
+        self._queue = deque(m for m in self._queue if m.metadata.message_id in self._wanted)
+
+    def _take(self, ids: Iterable[str]) -> list[Message]:
+        there = [i for i in ids if i in self._replies]
+        self._wanted.difference_update(there)
+        return [self._replies.pop(i) for i in there]
+
+
+def crashed(message: Message, error: BaseException) -> Message:
+    """The reply on behalf of a client whose process died."""
+    return Message(Error(ErrorCode.CLIENT_APP_CRASHED, f"the client's process died ({type(error).__name__})"), reply_to=message)
+
+
+def capacity(resources: Resources) -> int:
+    """How many actors fit into the cluster at once, machine by machine."""
+    count = 0
+    for machine in ray.nodes():
+        there = machine["Resources"] if machine["Alive"] else {}
+        limits = [there.get("CPU", 0.0) / resources.cpus] if resources.cpus else []
+        limits += [there.get("GPU", 0.0) / resources.gpus] if resources.gpus else []
+        count += int(min(limits, default=1))
+    if count == 0:
+        raise UserError(
+            f"No machine of the Ray cluster has the {resources.cpus:g} CPUs and {resources.gpus:g} GPUs that a client asks for; "
+            "lower --client-cpus or --client-gpus."
+        )
+    return count
+
+
+@contextmanager
+def ray_grid(
+    client_app: str | ClientApp, run_config: Mapping[str, Any], nodes: int, resources: Resources | None = None
+) -> Iterator[RayGrid]:
+    """A grid of virtual nodes; Ray is started (or joined) and left as it was found."""
+    resources = resources or Resources()
+    started_here = not ray.is_initialized()
+    if started_here:
+        start_ray(resources.address)
+    try:
+        yield RayGrid(client_app, run_config, nodes, resources)
+    finally:
+        if started_here:
+            ray.shutdown()
+
+
+def start_ray(address: str | None) -> None:
+    """Start Ray on this machine, or join the cluster at an address."""
+    # Workers must find the same code as this process, wherever that was imported from.
+    path = os.pathsep.join(p for p in sys.path if p)
+    try:
+        ray.init(
+            address=address,
+            include_dashboard=None if address else False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            runtime_env={"env_vars": {"PYTHONPATH": path}},
+        )
+    except ConnectionError:
+        raise UserError(f"There is no Ray cluster at '{address}'; start one with `ray start --head`.") from None

@@ -1,0 +1,57 @@
+"""A finished run for people: report.md with its figures."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedivon_flwr.evaluation import Predictions
+from fedivon_flwr.metrics import reliability
+from fedivon_flwr.runs import write_bytes
+
+SCORES = {"accuracy": "accuracy ↑", "ece": "ECE ↓", "nll": "NLL ↓", "brier": "Brier ↓"}
+LABELS = {"fedivon": "FedIvon", "fedavg": "FedAvg"}
+
+
+def rows_of(summary: Mapping[str, Any]) -> list[tuple[str, dict[str, float]]]:
+    """The lines that a run has in a table: at the mean, and by Monte Carlo where there is a posterior."""
+    name, found = LABELS.get(summary["method"], summary["method"]), summary["metrics"]
+    if "mc" not in found:
+        return [(name, found["mean"])] if "mean" in found else []
+    return [(f"{name}@mean", found["mean"]), (f"{name} ({found['mc']['samples']} samples)", found["mc"])]
+
+
+def markdown_table(summaries: Sequence[Mapping[str, Any]]) -> str:
+    """Scores of runs as a Markdown table."""
+    lines = ["| | " + " | ".join(SCORES.values()) + " |", "|---" * (len(SCORES) + 1) + "|"]
+    for summary in summaries:
+        for name, scores in rows_of(summary):
+            lines.append(f"| {name} | " + " | ".join(f"{scores[key]:.4f}" for key in SCORES) + " |")
+    return "\n".join(lines)
+
+
+def write_report(
+    folder: Path, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], predictions: Predictions | None
+) -> None:
+    """Write report.md, curves.png and (with predictions) reliability.png."""
+    from simulation.plots import curves_figure, reliability_figure, save_figure
+
+    title = f"{LABELS.get(summary['method'], summary['method'])} on {summary['dataset']}, seed {summary['seed']}"
+    save_figure(curves_figure(rows, title), folder / "curves.png")
+    text = [f"# {title}", "", f"{summary['rounds']} rounds, {summary['clients']} clients, {summary['seconds']:.0f} s.", ""]
+    if predictions is not None:
+        at = {"at the mean": predictions.mean}
+        if predictions.mc is not None:
+            at[f"Monte Carlo, {predictions.samples} samples"] = predictions.mc
+        bins = {name: reliability(probs, predictions.labels) for name, probs in at.items()}
+        save_figure(reliability_figure(bins, title), folder / "reliability.png")
+        text += [markdown_table([summary]), "", "![reliability](reliability.png)", ""]
+    text += ["![curves](curves.png)", "", "## Settings", "", "```toml"]
+    text += [f"{key} = {toml_value(value)}" for key, value in summary["settings"].items()] + ["```", ""]
+    write_bytes(folder / "report.md", "\n".join(text).encode())
+
+
+def toml_value(value: str | float | bool) -> str:
+    """A scalar in TOML."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)
