@@ -7,9 +7,11 @@ from flwr.clientapp import ClientApp
 import clients
 from clients.base import TorchClient
 from fedivon_flwr.errors import UserError
+from fedivon_flwr.memory import keep_freed_memory
 from fedivon_flwr.records import NUM_EXAMPLES, from_record, to_record
 from fedivon_flwr.settings import Settings
 
+keep_freed_memory()
 app = ClientApp()
 
 

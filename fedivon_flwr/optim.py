@@ -107,9 +107,9 @@ class Ivon(IVON):  # type: ignore[misc]  # ivon-opt has no types
         params = [p for group in self.param_groups for p in group["params"]]
         means = [p.data for p in params]
         noise = self._noise()
-        parts = torch.split(noise, [p.numel() for p in params])
-        for p, part in zip(params, parts, strict=True):
-            p.data = p.data + part.view(p.shape)
+        samples = torch._foreach_add(means, views(noise, params))  # one call for all: small tensors cost calls
+        for p, sample in zip(params, samples, strict=True):
+            p.data = sample
         try:
             yield
         finally:
@@ -183,6 +183,11 @@ class Ivon(IVON):  # type: ignore[misc]  # ivon-opt has no types
         shrink = torch.div(pull, precision, out=scratch).mul_(rate).add_(1.0)
         return mean.sub_(shift).sub_(step.mul_(rate)).div_(shrink).add_(shift)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a saved state; a prior given by `use_prior` is not part of it."""
+        super().load_state_dict(state_dict)
+        self._new_precision()
+
     def _per_group(self, flat: Tensor) -> list[Tensor]:
         if flat.numel() != self._numel:
             raise ValueError(f"expected a vector of {self._numel} values, but got {flat.numel()}")
@@ -214,5 +219,10 @@ def trainable(params: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> list
 
 def write(params: list[nn.Parameter], flat: Tensor) -> None:
     """Copy a flat vector into parameters, which keep their storage."""
-    for p, part in zip(params, torch.split(flat, [p.numel() for p in params]), strict=True):
-        p.data.copy_(part.view(p.shape))
+    torch._foreach_copy_([p.data for p in params], views(flat, params))
+
+
+def views(flat: Tensor, params: list[nn.Parameter]) -> list[Tensor]:
+    """A flat vector as tensors of the parameters' shapes."""
+    parts = torch.split(flat, [p.numel() for p in params])
+    return [part.view(p.shape) for part, p in zip(parts, params, strict=True)]

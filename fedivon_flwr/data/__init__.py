@@ -1,6 +1,6 @@
 """Data: named datasets, the user's own `.npz` files, and how they are divided among clients."""
 
-from fedivon_flwr.data.datasets import DATASETS, Dataset, DatasetSpec, Split, batch_to_tensor, load
+from fedivon_flwr.data.datasets import DATASETS, Dataset, DatasetSpec, Split, batch_to_tensor, load, normalise
 from fedivon_flwr.data.partition import PARTITIONERS, PartitionSpec, class_counts, partition
 
 __all__ = [
@@ -13,5 +13,6 @@ __all__ = [
     "batch_to_tensor",
     "class_counts",
     "load",
+    "normalise",
     "partition",
 ]

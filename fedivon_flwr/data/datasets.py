@@ -92,12 +92,19 @@ def batch_to_tensor(x: np.ndarray, dataset: Dataset, device: torch.device) -> to
     >>> batch_to_tensor(digits.train.x[:5], digits, torch.device("cpu")).shape
     torch.Size([5, 1, 8, 8])
     """
+    return normalise(x, dataset.mean, dataset.std, device)
+
+
+def normalise(
+    x: np.ndarray, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
+) -> torch.Tensor:
+    """uint8 images `(N, H, W, C)` normalised per channel on the device; other data as float32."""
     # a memory map is read-only, which torch tensors cannot be
     batch = torch.from_numpy(np.ascontiguousarray(x if x.flags.writeable else x.copy())).to(device, non_blocking=True)
     if batch.dtype != torch.uint8:
         return batch.float()
-    mean, std = (torch.tensor(value, device=device).view(-1, 1, 1) for value in (dataset.mean, dataset.std))
-    return batch.permute(0, 3, 1, 2).float().mul_(1 / (255 * std)).sub_(mean / std)
+    centre, spread = (torch.tensor(value, device=device).view(-1, 1, 1) for value in (mean, std))
+    return batch.permute(0, 3, 1, 2).float().mul_(1 / (255 * spread)).sub_(centre / spread)
 
 
 def _load_named(name: str, spec: DatasetSpec) -> Dataset:

@@ -1,0 +1,277 @@
+"""The `fedivon` command: simulate, data, predict, runs."""
+
+import json
+import sys
+import tomllib
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fedivon_flwr.errors import UserError
+from fedivon_flwr.registry import unknown
+from fedivon_flwr.runs import new_path, read_json, read_metrics, runs_folder
+from fedivon_flwr.settings import Settings, read_toml
+
+PRESETS = Path(__file__).parent.parent / "simulation" / "presets"
+
+app = typer.Typer(help="Bayesian federated learning: FedIvon on Flower.", no_args_is_help=True, add_completion=False)
+data_app = typer.Typer(help="Datasets: list, prepare, show who has what.", no_args_is_help=True)
+runs_app = typer.Typer(help="Runs: list, compare.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+app.add_typer(runs_app, name="runs")
+out = Console()
+
+
+class Engine(StrEnum):
+    """What carries the messages."""
+
+    RAY = "ray"
+    FLWR = "flwr"
+
+
+def main() -> None:
+    """Run the command line; bad input ends with one sentence and exit code 2."""
+    try:
+        app()
+    except UserError as error:
+        Console(stderr=True).print(f"[bold red]Error:[/] {error}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+def preset_config(name: str) -> dict[str, Any]:
+    """A preset by name, or a settings file by path."""
+    if name.endswith(".toml"):
+        return read_toml(Path(name))
+    known = sorted(path.stem for path in PRESETS.glob("*.toml"))
+    if name not in known:
+        raise UserError(unknown("preset", name, known) + " Or give the path of a .toml file.")
+    return read_toml(PRESETS / f"{name}.toml")
+
+
+def parse_pair(text: str) -> tuple[str, Any]:
+    """``key=value`` with a TOML value; a bare word is a string.
+
+    >>> parse_pair("rounds=3"), parse_pair("fedivon.rule=lp"), parse_pair("device='cpu'")
+    (('rounds', 3), ('fedivon.rule', 'lp'), ('device', 'cpu'))
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise UserError(f"'{text}' is not a setting; write key=value, e.g. rounds=50.")
+    try:
+        return key.strip(), tomllib.loads(f"value = {value.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value.strip()
+
+
+def make_settings(preset: str, pairs: list[str], **overrides: Any) -> Settings:
+    """A preset with what the command line changes; paths are made absolute."""
+    config = preset_config(preset) | dict(parse_pair(pair) for pair in pairs)
+    config |= {key.replace("_", "-"): value for key, value in overrides.items() if value is not None}
+    if str(config.get("dataset", "")).endswith(".npz"):
+        config["dataset"] = str(Path(config["dataset"]).resolve())
+    settings = Settings.from_config(config)
+    run_dir = Path(settings.run_dir) if settings.run_dir else new_path(settings)
+    return settings.model_copy(update={"run_dir": str(run_dir.resolve())})
+
+
+@app.command()
+def simulate(
+    preset: Annotated[str, typer.Argument(help="Name of a preset, or a .toml file of settings.")] = "digits",
+    set_: Annotated[list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change a setting.")] = None,
+    method: Annotated[list[str] | None, typer.Option("--method", "-m", help="Method; several are run in turn and compared.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the run.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
+    run_dir: Annotated[str | None, typer.Option(help="Folder of the run; an interrupted run there is continued.")] = None,
+    engine: Annotated[Engine, typer.Option(help="ray: our engine; flwr: Flower's `flwr run`.")] = Engine.RAY,
+    client_cpus: Annotated[float, typer.Option(min=0.0, help="CPUs of a virtual client.")] = 1.0,
+    client_gpus: Annotated[float, typer.Option(min=0.0, help="GPUs of a virtual client, e.g. 0.25.")] = 0.0,
+    ray_address: Annotated[str | None, typer.Option(help="Address of a running Ray cluster to join.")] = None,
+) -> None:
+    """Train with virtual clients and show the scores."""
+    from simulation.engine import Resources
+
+    resources = Resources(client_cpus, client_gpus, ray_address)
+    if method and len(method) > 1 and run_dir:
+        raise UserError("--run-dir is one run's folder; give one --method with it.")
+    every = [
+        make_settings(preset, set_ or [], method=m, seed=seed, rounds=rounds, run_dir=run_dir) for m in method or [None]
+    ]
+    for settings in every:
+        check(settings)
+    for settings in every:
+        launch(settings, engine, resources)
+    show_scores([Path(settings.run_dir) for settings in every])
+    for settings in every:
+        out.print(f"{settings.method}: {settings.run_dir}", highlight=False, soft_wrap=True)
+
+
+def check(settings: Settings) -> None:
+    """Find out before anything is started what would fail later: method, data, split, model."""
+    import clients
+    import strategies
+    from fedivon_flwr.data import load
+    from fedivon_flwr.models import build
+
+    strategies.build(settings)
+    dataset = load(settings.dataset)
+    clients.split(settings.dataset, clients.partition_spec(settings))
+    build(settings.model, dataset.shape, dataset.classes, settings.seed)
+
+
+def launch(settings: Settings, engine: Engine, resources: Any) -> None:
+    """Run one simulation with a live line of progress."""
+    from simulation.launch import with_flwr, with_ray
+    from simulation.progress import Watch
+
+    with Watch(settings, out):
+        (with_flwr if engine is Engine.FLWR else with_ray)(settings, resources)
+
+
+def show_scores(folders: list[Path]) -> None:
+    """A table of the scores of runs."""
+    from simulation.report import SCORES, rows_of
+
+    summaries = [summary for folder in folders if (summary := read_json(folder / "summary.json"))]
+    table = Table(title=", ".join(sorted({describe(summary) for summary in summaries})))
+    table.add_column("")
+    for label in SCORES.values():
+        table.add_column(label, justify="right")
+    for summary in summaries:
+        for name, scores in rows_of(summary):
+            table.add_row(name, *(f"{scores[key]:.4f}" for key in SCORES))
+    out.print(table)
+
+
+def describe(summary: dict[str, Any]) -> str:
+    """What a run was, without its method."""
+    return f"{Path(summary['dataset']).stem}: {summary['rounds']} rounds, {summary['clients']} clients"
+
+
+@data_app.command("list")
+def data_list() -> None:
+    """The datasets by name."""
+    from fedivon_flwr.data import DATASETS
+
+    table = Table("name", "classes", "channels", "comes from")
+    for name in DATASETS:
+        spec = DATASETS[name]
+        where = "an installed package (no download)" if spec.bundled else "NAME.npz in FEDIVON_DATA, or torchvision"
+        table.add_row(name, str(spec.classes), str(len(spec.mean)), where)
+    out.print(table)
+
+
+@data_app.command("prepare")
+def data_prepare(names: Annotated[list[str], typer.Argument(help="Names, or .npz files.")]) -> None:
+    """Download or convert datasets into the memory-mapped cache."""
+    from fedivon_flwr.data import load
+
+    for name in names:
+        dataset = load(name)
+        out.print(f"{name}: {len(dataset.train)} training and {len(dataset.test)} test examples of shape {dataset.shape}", highlight=False)
+
+
+@data_app.command("show")
+def data_show(
+    preset: Annotated[str, typer.Argument(help="Name of a preset, or a .toml file.")] = "digits",
+    set_: Annotated[list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change a setting.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Picture to write (.png or .svg).")] = Path("partition.png"),
+) -> None:
+    """Show who has what: the partition of a preset as a picture."""
+    import clients
+    from fedivon_flwr.data import class_counts, load
+    from simulation.plots import partition_figure, save_figure
+
+    if output.suffix not in (".png", ".svg"):
+        raise UserError(f"The picture '{output}' must end in .png or .svg.")
+    settings = make_settings(preset, set_ or [])
+    dataset = load(settings.dataset)
+    parts = clients.split(settings.dataset, clients.partition_spec(settings))
+    counts = class_counts(parts, dataset.train.y, dataset.classes)
+    sizes = counts.sum(1)
+    title = f"{Path(settings.dataset).stem}: {settings.partitioner}, {settings.clients} clients, seed {settings.partition_seed}"
+    save_figure(partition_figure(counts, title), output)
+    out.print(
+        f"{len(parts)} clients with {sizes.min()} to {sizes.max()} examples ({sizes.sum()} in all), "
+        f"{(counts > 0).sum(1).min()} to {(counts > 0).sum(1).max()} classes each: {output}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+@app.command()
+def predict(
+    posterior: Annotated[Path, typer.Argument(help="A run's folder or its posterior.safetensors.")],
+    inputs: Annotated[Path, typer.Argument(help="An .npz with an array x, an image, or a folder of images.")],
+    samples: Annotated[int, typer.Option(min=0, help="Weight samples; 0 predicts at the mean.")] = 64,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the weight samples.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="All probabilities as JSON instead of a table.")] = False,
+    limit: Annotated[int, typer.Option(min=0, help="Rows of the table; 0 for all.")] = 20,
+) -> None:
+    """Class probabilities and predictive entropy (in nats) of a trained posterior."""
+    from fedivon_flwr.metrics import entropy
+    from fedivon_flwr.trained import Trained, read_inputs
+
+    trained = Trained.load(posterior)
+    names, x = read_inputs(inputs, trained.shape)
+    probabilities = trained.predict(x, samples, seed)
+    uncertainty = entropy(probabilities)
+    if as_json:
+        rows = [
+            {"name": name, "class": int(p.argmax()), "entropy": float(u), "probabilities": [round(float(v), 6) for v in p]}
+            for name, p, u in zip(names, probabilities, uncertainty, strict=True)
+        ]
+        typer.echo(json.dumps(rows))
+        return
+    table = Table("input", "class", "probability", "entropy")
+    for i in range(len(names) if limit == 0 else min(limit, len(names))):
+        best = int(probabilities[i].argmax())
+        table.add_row(names[i], str(best), f"{probabilities[i, best]:.3f}", f"{uncertainty[i]:.3f}")
+    out.print(table)
+    if limit and len(names) > limit:
+        out.print(f"… and {len(names) - limit} more (--limit 0 shows all)", highlight=False)
+
+
+@runs_app.command("list")
+def runs_list(folder: Annotated[Path | None, typer.Argument(help="Where the runs are (default: runs/).")] = None) -> None:
+    """All runs with their state and accuracy."""
+    table = Table("run", "method", "data", "seed", "rounds", "accuracy", "ECE")
+    for path in run_folders(folder or runs_folder()):
+        config, summary = read_json(path / "settings.json"), read_json(path / "summary.json")
+        rows = list(read_metrics(path))
+        done = rows[-1]["round"] if rows else 0
+        scores = (summary or {}).get("metrics", {})
+        last = scores.get("mc") or scores.get("mean") or {}
+        state = f"{config['rounds']}" if summary else f"{done} of {config['rounds']}"
+        cells = [f"{last[key]:.4f}" if key in last else "-" for key in ("accuracy", "ece")]
+        table.add_row(path.name, config["method"], Path(config["dataset"]).stem, str(config["seed"]), state, *cells)
+    out.print(table)
+
+
+@runs_app.command("compare")
+def runs_compare(folders: Annotated[list[Path], typer.Argument(help="Folders of finished runs.")]) -> None:
+    """The scores of runs side by side, and the settings in which they differ."""
+    summaries = {}
+    for folder in folders:
+        if (summary := read_json(folder / "summary.json")) is None:
+            raise UserError(f"The folder '{folder}' holds no finished run.")
+        summaries[folder.name] = summary
+    show_scores(folders)
+    keys = sorted({key for summary in summaries.values() for key in summary["settings"]} - {"run-dir"})
+    table = Table("setting", *summaries)
+    for key in keys:
+        values = [summary["settings"].get(key) for summary in summaries.values()]
+        if len(set(values)) > 1:
+            table.add_row(key, *("-" if value is None else str(value) for value in values))
+    if table.row_count:
+        out.print(table)
+
+
+def run_folders(folder: Path) -> list[Path]:
+    """The runs below a folder."""
+    if not folder.is_dir():
+        raise UserError(f"There is no folder '{folder}' with runs; `fedivon simulate` makes one.")
+    return sorted(path.parent for path in folder.glob("*/settings.json"))

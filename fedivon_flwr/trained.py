@@ -1,0 +1,106 @@
+"""A trained posterior from its file: what `fedivon predict` and other programs use."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedivon_flwr.data import normalise
+from fedivon_flwr.errors import UserError
+from fedivon_flwr.models import build
+from fedivon_flwr.posterior import DiagGaussian, Layout
+from fedivon_flwr.predict import predict_mc, predict_mean
+from fedivon_flwr.records import HESS, MEAN, flat, load_model
+from fedivon_flwr.runs import load_arrays
+
+BATCH = 256
+IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A network with its weights, the posterior around them if there is one, and how inputs are normalised."""
+
+    model: nn.Module
+    posterior: DiagGaussian | None
+    shape: tuple[int, ...]
+    classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @classmethod
+    def load(cls, path: Path) -> "Trained":
+        """From posterior.safetensors, or from the run's folder that holds it."""
+        arrays, about = load_arrays(path / "posterior.safetensors" if path.is_dir() else path)
+        if "model" not in about:
+            raise UserError(f"The file '{path}' is a checkpoint of an unfinished run; finish the run first.")
+        shape = tuple(about["shape"])
+        model = build(about["model"], shape, about["classes"], seed=0)
+        load_model(model, arrays)
+        posterior = None
+        if any(key.startswith(HESS) for key in arrays):
+            vectors = flat(arrays, MEAN), flat(arrays, HESS)
+            posterior = DiagGaussian.from_hess(*vectors, about["ess"], about["weight_decay"])
+        return cls(model, posterior, shape, about["classes"], tuple(about["mean"]), tuple(about["std"]))
+
+    def predict(self, x: NDArray[np.generic], samples: int, seed: int = 0) -> Tensor:
+        """Class probabilities `(N, K)`: by Monte Carlo, or at the mean for 0 samples or without a posterior."""
+        if self.posterior is None or samples == 0:
+            return predict_mean(self.model, self._batches(x))
+        generator = torch.Generator().manual_seed(seed)
+        return predict_mc(self.model, Layout.of(self.model), self.posterior, self._batches(x), samples, generator)
+
+    def _batches(self, x: NDArray[np.generic]) -> Iterator[Tensor]:
+        for start in range(0, len(x), BATCH):
+            yield normalise(x[start : start + BATCH], self.mean, self.std, torch.device("cpu"))
+
+
+def read_inputs(path: Path, shape: tuple[int, ...]) -> tuple[list[str], NDArray[np.generic]]:
+    """Names and inputs from an ``.npz`` (array ``x``, else ``x_test``), an image, or a folder of images."""
+    if not path.exists():
+        raise UserError(f"There is no file or folder '{path}'.")
+    if path.suffix == ".npz":
+        return _read_npz(path, shape)
+    files = sorted(p for p in path.iterdir() if p.suffix.lower() in IMAGES) if path.is_dir() else [path]
+    if not files:
+        raise UserError(f"The folder '{path}' has no images ({', '.join(sorted(IMAGES))}).")
+    if len(shape) != 3:
+        raise UserError(f"The model takes inputs of shape {shape}, not images; give an .npz file.")
+    return [file.name for file in files], np.stack([_read_image(file, shape) for file in files])
+
+
+def _read_npz(path: Path, shape: tuple[int, ...]) -> tuple[list[str], NDArray[np.generic]]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            name = next((key for key in ("x", "x_test") if key in file), None)
+            x = file[name] if name else None
+    except (ValueError, OSError, EOFError) as error:
+        raise UserError(f"The file '{path}' cannot be read as .npz ({error}).") from None
+    if x is None:
+        raise UserError(f"The file '{path}' has no array named 'x' (or 'x_test').")
+    if len(shape) == 3 and x.ndim == 3:
+        x = x[..., None]
+    expected = (*shape[1:], shape[0]) if len(shape) == 3 else shape
+    if x.shape[1:] != expected or not len(x):
+        raise UserError(f"The inputs in '{path}' have the shape {x.shape} but the model takes (N, {', '.join(map(str, expected))}).")
+    if len(shape) == 3 and x.dtype != np.uint8:
+        raise UserError(f"The images in '{path}' are {x.dtype} but must be uint8 (0 … 255).")
+    return [str(i) for i in range(len(x))], x
+
+
+def _read_image(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    from PIL import Image, UnidentifiedImageError
+
+    channels, height, width = shape
+    try:
+        with Image.open(path) as image:
+            pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"), dtype=np.uint8)
+    except (UnidentifiedImageError, OSError):
+        raise UserError(f"The file '{path}' cannot be read as an image.") from None
+    if pixels.shape[:2] != (height, width):
+        raise UserError(f"The image '{path}' is {pixels.shape[1]}×{pixels.shape[0]} but the model takes {width}×{height}; scale it first.")
+    return pixels.reshape(height, width, channels)
