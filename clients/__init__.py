@@ -16,7 +16,7 @@ from fedivon_flwr.models import build as build_model
 from fedivon_flwr.registry import Plugins
 from fedivon_flwr.settings import Settings
 
-CLIENTS: Plugins[type[TorchClient]] = Plugins("method", "clients", TorchClient)
+CLIENTS: Plugins[type[TorchClient]] = Plugins("method", "clients", TorchClient)  # type: ignore[type-abstract]
 
 
 def build(settings: Settings, node_config: Mapping[str, Any]) -> TorchClient:
@@ -38,7 +38,9 @@ def build(settings: Settings, node_config: Mapping[str, Any]) -> TorchClient:
         )
     if not 0 <= number < settings.clients:
         raise UserError(f"The node's partition-id is {number} but must be from 0 to {settings.clients - 1}.")
-    return kind(model, LocalData.part(dataset, split(settings.dataset, partition_spec(settings))[number]), device, number)
+    return kind(
+        model, LocalData.part(dataset, split(settings.dataset, partition_spec(settings))[number]), device, number
+    )
 
 
 def partition_spec(settings: Settings) -> PartitionSpec:
@@ -72,5 +74,7 @@ def pick_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"The key 'device' is '{name}' but this machine has no GPU that PyTorch can use; use 'auto' or 'cpu'.")
+        raise UserError(
+            f"The key 'device' is '{name}' but this machine has no GPU that PyTorch can use; use 'auto' or 'cpu'."
+        )
     return torch.device(name)

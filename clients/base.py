@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
@@ -21,7 +22,18 @@ from fedivon_flwr.errors import UserError
 from fedivon_flwr.metrics import score
 from fedivon_flwr.posterior import DiagGaussian, Layout
 from fedivon_flwr.predict import predict_mc, predict_mean
-from fedivon_flwr.records import BUFFER, NDArrays, fixed_tensors, load_model, model_arrays, to_numpy, wire_keys
+from fedivon_flwr.records import (
+    BUFFER,
+    NUM_EXAMPLES,
+    NDArrays,
+    fixed_tensors,
+    from_record,
+    load_model,
+    model_arrays,
+    to_numpy,
+    to_record,
+    wire_keys,
+)
 from fedivon_flwr.settings import kebab
 
 EVALUATION_BATCH = 250
@@ -57,6 +69,15 @@ class LocalData:
         return cls(dataset, np.arange(len(dataset.train.y)), np.arange(len(dataset.test.y)))
 
     @classmethod
+    def of(cls, x: NDArray[Any], y: NDArray[Any], x_test: NDArray[Any], y_test: NDArray[Any]) -> "LocalData":
+        """A node's own arrays: uint8 images `(N, H, W, C)` or float data `(N, …)`, labels from 0."""
+        train, test = Split(x, y, y), Split(x_test, y_test, y_test)
+        channels = x.shape[-1] if x.dtype == np.uint8 else 1
+        shape = (channels, *x.shape[1:3]) if x.dtype == np.uint8 else x.shape[1:]
+        half = (0.5,) * channels
+        return cls.whole(Dataset("own", train, test, int(max(y.max(), y_test.max())) + 1, shape, half, half))
+
+    @classmethod
     def part(cls, dataset: Dataset, rows: NDArray[np.int64]) -> "LocalData":
         """Some training rows, and the test images of the classes (subclasses) that are among them."""
         here = np.isin(dataset.test.group, np.unique(dataset.train.group[rows]))
@@ -88,7 +109,9 @@ class TorchClient(NumPyClient):
         """The model as it is."""
         return list(model_arrays(self.model, 0.0 if self.has_hess else None).values())
 
-    def fit(self, parameters: list[NDArray[Any]], config: dict[str, Any]) -> tuple[list[NDArray[Any]], int, dict[str, Any]]:
+    def fit(
+        self, parameters: list[NDArray[Any]], config: dict[str, Any]
+    ) -> tuple[list[NDArray[Any]], int, dict[str, Any]]:
         """Train from the server's arrays."""
         arrays, work = self._receive(parameters), Work.model_validate(config)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
@@ -121,7 +144,9 @@ class TorchClient(NumPyClient):
         for _ in range(work.local_epochs):
             shuffled = rows[order.permutation(len(rows))]
             yield from zip(
-                self._batches(train, shuffled, work.batch_size), self._labels(train, shuffled, work.batch_size), strict=True
+                self._batches(train, shuffled, work.batch_size),
+                self._labels(train, shuffled, work.batch_size),
+                strict=True,
             )
 
     def _batches(self, split: Split, rows: NDArray[np.int64], size: int) -> Iterator[Tensor]:
@@ -150,3 +175,37 @@ def mean_loss(losses: list[tuple[Tensor, int]]) -> float:
     """The mean over examples of the batches' mean losses, read from the device at the end only."""
     total = sum(size for _, size in losses)
     return float(sum(loss.detach().double() * size for loss, size in losses) / total)
+
+
+# Messages in, `NumPyClient` calls, messages out: for any ClientApp
+
+
+def answer_query(message: Message, context: Context) -> Message:
+    """Tell which partition this node holds, if it holds one."""
+    number = int(context.node_config.get("partition-id", -1))
+    return Message(RecordDict({"metrics": MetricRecord({"partition-id": number})}), reply_to=message)
+
+
+def answer_train(client: TorchClient, message: Message) -> Message:
+    """One round of local training."""
+    arrays, examples, metrics = client.fit(*_read(client, message))
+    record = to_record(dict(zip(client.keys, arrays, strict=True)))
+    content = RecordDict({"arrays": record, "metrics": MetricRecord({NUM_EXAMPLES: examples, **metrics})})
+    return Message(content, reply_to=message)
+
+
+def answer_evaluate(client: TorchClient, message: Message) -> Message:
+    """Evaluation on the node's own test data."""
+    loss, examples, metrics = client.evaluate(*_read(client, message))
+    content = RecordDict({"metrics": MetricRecord({NUM_EXAMPLES: examples, "loss": loss, **metrics})})
+    return Message(content, reply_to=message)
+
+
+def _read(client: TorchClient, message: Message) -> tuple[list[NDArray[Any]], dict[str, Any]]:
+    arrays = from_record(message.content.array_records["arrays"])
+    if list(arrays) != client.keys:
+        raise UserError(
+            "The arrays that the server sent do not fit this node's model: server and node must use the same "
+            "method and model."
+        )
+    return list(arrays.values()), dict(message.content.config_records["config"])

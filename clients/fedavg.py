@@ -29,7 +29,7 @@ class FedAvgClient(TorchClient):
         for inputs, labels in self.epochs(work):
             optimizer.zero_grad()
             loss = cross_entropy(self.model(inputs), labels)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             losses.append((loss, len(labels)))
         return {MEAN + name: to_numpy(p) for name, p in named.items()}, mean_loss(losses)

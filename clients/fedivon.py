@@ -50,7 +50,7 @@ class FedIvonClient(TorchClient):
                 with optimizer.sampled_params(train=True):
                     optimizer.zero_grad()
                     loss = cross_entropy(self.model(inputs), labels)
-                    loss.backward()
+                    loss.backward()  # type: ignore[no-untyped-call]
                 losses.append((loss, len(labels)))
             optimizer.step()
         trained = unflatten(optimizer.mean(), layout, MEAN) | unflatten(optimizer.hess(), layout, HESS)
@@ -61,5 +61,3 @@ class FedIvonClient(TorchClient):
         plan = Plan.model_validate(config)
         mean, hess = (flat(arrays, prefix).to(self.device) for prefix in (MEAN, HESS))
         return DiagGaussian.from_hess(mean, hess, plan.ivon(len(self.data.train)).ess, plan.weight_decay)
-
-

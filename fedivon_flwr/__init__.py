@@ -1,1 +1,1 @@
-"""What the method is: posterior, optimiser, models, data, metrics, prediction, wire contract, and the thin Flower apps."""
+"""What the method is: posterior, optimiser, models, data, metrics, prediction, wire contract; and the thin apps."""

@@ -9,11 +9,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.registry import unknown
-from fedivon_flwr.runs import new_path, read_json, read_metrics, runs_folder
+from fedivon_flwr.runs import new_path, read_json, read_metrics, refuse, runs_folder
 from fedivon_flwr.settings import Settings, read_toml
 
 PRESETS = Path(__file__).parent.parent / "simulation" / "presets"
@@ -23,7 +24,7 @@ data_app = typer.Typer(help="Datasets: list, prepare, show who has what.", no_ar
 runs_app = typer.Typer(help="Runs: list, compare.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 app.add_typer(runs_app, name="runs")
-out = Console()
+out = Console(markup=False)  # names of runs and files may hold brackets
 
 
 class Engine(StrEnum):
@@ -38,7 +39,7 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        Console(stderr=True).print(f"[bold red]Error:[/] {error}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(f"[bold red]Error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
 
 
@@ -48,7 +49,7 @@ def preset_config(name: str) -> dict[str, Any]:
         return read_toml(Path(name))
     known = sorted(path.stem for path in PRESETS.glob("*.toml"))
     if name not in known:
-        raise UserError(unknown("preset", name, known) + " Or give the path of a .toml file.")
+        raise UserError(unknown("preset", name, known).removesuffix(".") + ", or give the path of a .toml file.")
     return read_toml(PRESETS / f"{name}.toml")
 
 
@@ -81,11 +82,17 @@ def make_settings(preset: str, pairs: list[str], **overrides: Any) -> Settings:
 @app.command()
 def simulate(
     preset: Annotated[str, typer.Argument(help="Name of a preset, or a .toml file of settings.")] = "digits",
-    set_: Annotated[list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change a setting.")] = None,
-    method: Annotated[list[str] | None, typer.Option("--method", "-m", help="Method; several are run in turn and compared.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change a setting.")
+    ] = None,
+    method: Annotated[
+        list[str] | None, typer.Option("--method", "-m", help="Method; several are run in turn and compared.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the run.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
-    run_dir: Annotated[str | None, typer.Option(help="Folder of the run; an interrupted run there is continued.")] = None,
+    run_dir: Annotated[
+        str | None, typer.Option(help="Folder of the run; an interrupted run there is continued.")
+    ] = None,
     engine: Annotated[Engine, typer.Option(help="ray: our engine; flwr: Flower's `flwr run`.")] = Engine.RAY,
     client_cpus: Annotated[float, typer.Option(min=0.0, help="CPUs of a virtual client.")] = 1.0,
     client_gpus: Annotated[float, typer.Option(min=0.0, help="GPUs of a virtual client, e.g. 0.25.")] = 0.0,
@@ -95,22 +102,26 @@ def simulate(
     from simulation.engine import Resources
 
     resources = Resources(client_cpus, client_gpus, ray_address)
-    if method and len(method) > 1 and run_dir:
-        raise UserError("--run-dir is one run's folder; give one --method with it.")
     every = [
-        make_settings(preset, set_ or [], method=m, seed=seed, rounds=rounds, run_dir=run_dir) for m in method or [None]
+        make_settings(preset, set_ or [], method=m, seed=seed, rounds=rounds, run_dir=run_dir)
+        for m in method or (None,)
     ]
+    if len({settings.run_dir for settings in every}) < len(every):
+        raise UserError("A run-dir is one run's folder; give one --method with it, and no method twice.")
     for settings in every:
         check(settings)
     for settings in every:
-        launch(settings, engine, resources)
+        if (Path(settings.run_dir) / "summary.json").exists():
+            out.print(f"{settings.method}: this run is finished already", highlight=False)
+        else:
+            launch(settings, engine, resources)
     show_scores([Path(settings.run_dir) for settings in every])
     for settings in every:
         out.print(f"{settings.method}: {settings.run_dir}", highlight=False, soft_wrap=True)
 
 
 def check(settings: Settings) -> None:
-    """Find out before anything is started what would fail later: method, data, split, model."""
+    """Find out before anything is started what would fail later: method, data, split, model, folder."""
     import clients
     import strategies
     from fedivon_flwr.data import load
@@ -120,6 +131,8 @@ def check(settings: Settings) -> None:
     dataset = load(settings.dataset)
     clients.split(settings.dataset, clients.partition_spec(settings))
     build(settings.model, dataset.shape, dataset.classes, settings.seed)
+    clients.pick_device(settings.device)
+    refuse(Path(settings.run_dir), settings)
 
 
 def launch(settings: Settings, engine: Engine, resources: Any) -> None:
@@ -131,18 +144,19 @@ def launch(settings: Settings, engine: Engine, resources: Any) -> None:
         (with_flwr if engine is Engine.FLWR else with_ray)(settings, resources)
 
 
-def show_scores(folders: list[Path]) -> None:
-    """A table of the scores of runs."""
+def show_scores(folders: list[Path], names: list[str] | None = None) -> None:
+    """A table of the scores of finished runs, by their names where these tell them apart."""
     from simulation.report import SCORES, rows_of
 
-    summaries = [summary for folder in folders if (summary := read_json(folder / "summary.json"))]
+    summaries = [read_json(folder / "summary.json") for folder in folders]
     table = Table(title=", ".join(sorted({describe(summary) for summary in summaries})))
-    table.add_column("")
+    for _ in ("run", "method") if names else ("method",):
+        table.add_column("")
     for label in SCORES.values():
         table.add_column(label, justify="right")
-    for summary in summaries:
-        for name, scores in rows_of(summary):
-            table.add_row(name, *(f"{scores[key]:.4f}" for key in SCORES))
+    for name, summary in zip(names or [""] * len(summaries), summaries, strict=True):
+        for label, scores in rows_of(summary):
+            table.add_row(*([name] if name else []), label, *(f"{scores[key]:.4f}" for key in SCORES))
     out.print(table)
 
 
@@ -171,14 +185,19 @@ def data_prepare(names: Annotated[list[str], typer.Argument(help="Names, or .npz
 
     for name in names:
         dataset = load(name)
-        out.print(f"{name}: {len(dataset.train)} training and {len(dataset.test)} test examples of shape {dataset.shape}", highlight=False)
+        sizes = f"{len(dataset.train)} training and {len(dataset.test)} test examples"
+        out.print(f"{name}: {sizes} of shape {dataset.shape}", highlight=False, soft_wrap=True)
 
 
 @data_app.command("show")
 def data_show(
     preset: Annotated[str, typer.Argument(help="Name of a preset, or a .toml file.")] = "digits",
-    set_: Annotated[list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change a setting.")] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Picture to write (.png or .svg).")] = Path("partition.png"),
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change a setting.")
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Picture to write (.png or .svg).")] = Path(
+        "partition.png"
+    ),
 ) -> None:
     """Show who has what: the partition of a preset as a picture."""
     import clients
@@ -192,8 +211,11 @@ def data_show(
     parts = clients.split(settings.dataset, clients.partition_spec(settings))
     counts = class_counts(parts, dataset.train.y, dataset.classes)
     sizes = counts.sum(1)
-    title = f"{Path(settings.dataset).stem}: {settings.partitioner}, {settings.clients} clients, seed {settings.partition_seed}"
-    save_figure(partition_figure(counts, title), output)
+    split = f"{settings.partitioner}, {settings.clients} clients, seed {settings.partition_seed}"
+    try:
+        save_figure(partition_figure(counts, f"{Path(settings.dataset).stem}: {split}"), output)
+    except OSError as error:
+        raise UserError(f"The picture '{output}' cannot be written ({error.strerror}).") from None
     out.print(
         f"{len(parts)} clients with {sizes.min()} to {sizes.max()} examples ({sizes.sum()} in all), "
         f"{(counts > 0).sum(1).min()} to {(counts > 0).sum(1).max()} classes each: {output}",
@@ -221,7 +243,12 @@ def predict(
     uncertainty = entropy(probabilities)
     if as_json:
         rows = [
-            {"name": name, "class": int(p.argmax()), "entropy": float(u), "probabilities": [round(float(v), 6) for v in p]}
+            {
+                "name": name,
+                "class": int(p.argmax()),
+                "entropy": float(u),
+                "probabilities": [round(float(v), 6) for v in p],
+            }
             for name, p, u in zip(names, probabilities, uncertainty, strict=True)
         ]
         typer.echo(json.dumps(rows))
@@ -236,7 +263,9 @@ def predict(
 
 
 @runs_app.command("list")
-def runs_list(folder: Annotated[Path | None, typer.Argument(help="Where the runs are (default: runs/).")] = None) -> None:
+def runs_list(
+    folder: Annotated[Path | None, typer.Argument(help="Where the runs are (default: runs/).")] = None,
+) -> None:
     """All runs with their state and accuracy."""
     table = Table("run", "method", "data", "seed", "rounds", "accuracy", "ECE")
     for path in run_folders(folder or runs_folder()):
@@ -258,8 +287,9 @@ def runs_compare(folders: Annotated[list[Path], typer.Argument(help="Folders of 
     for folder in folders:
         if (summary := read_json(folder / "summary.json")) is None:
             raise UserError(f"The folder '{folder}' holds no finished run.")
-        summaries[folder.name] = summary
-    show_scores(folders)
+        name = folder.resolve().name
+        summaries[name if name not in summaries else str(folder)] = summary
+    show_scores(folders, list(summaries))
     keys = sorted({key for summary in summaries.values() for key in summary["settings"]} - {"run-dir"})
     table = Table("setting", *summaries)
     for key in keys:

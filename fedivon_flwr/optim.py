@@ -76,7 +76,7 @@ class Ivon(IVON):  # type: ignore[misc]  # ivon-opt has no types
         ``s = β (h0 + δ)`` and ``h`` starts at 0: it holds only what this data adds. ``β = 0`` is maximum
         likelihood (no prior, no noise, preconditioned by ``h0 + δ``); ``β = ∞`` keeps the prior as it is.
         """
-        if temperature < 0:
+        if not temperature >= 0:  # NaN neither
             raise ValueError(f"temperature must not be negative, but is {temperature}")
         self._temperature = temperature
         means, hessians = self._per_group(mean), self._per_group(hess)
@@ -213,7 +213,7 @@ def trainable(params: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> list
     """Parameter groups without their frozen parameters."""
     groups = list(params)
     if groups and not isinstance(groups[0], dict):
-        groups = [{"params": groups}]  # type: ignore[list-item]
+        groups = [{"params": groups}]
     return [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]  # type: ignore[dict-item,index]
 
 

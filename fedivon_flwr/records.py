@@ -45,11 +45,11 @@ class LazyArray(Array):
             buffer = BytesIO()
             np.save(buffer, self.__dict__["ndarray"], allow_pickle=False)
             self.__dict__["_bytes"] = buffer.getvalue()
-        return cast(bytes, self.__dict__["_bytes"])
+        return cast("bytes", self.__dict__["_bytes"])
 
     def numpy(self) -> NDArray[Any]:
         """The array itself."""
-        return cast(NDArray[Any], self.__dict__["ndarray"])
+        return cast("NDArray[Any]", self.__dict__["ndarray"])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (self.__dict__["ndarray"],))  # by function: the class goes by another name, see below

@@ -22,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
@@ -54,40 +55,30 @@ class RunFolder:
     def open(cls, settings: Settings) -> "RunFolder":
         """A new folder, or the one that `run-dir` names: continued when its settings agree, refused otherwise."""
         path = Path(settings.run_dir) if settings.run_dir else new_path(settings)
+        refuse(path, settings)  # before anything is written there
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"The run folder '{path}' cannot be made ({error.strerror}); choose another run-dir.") from None
+            reason = f"cannot be made ({error.strerror})"
+            raise UserError(f"The run folder '{path}' {reason}; choose another run-dir.") from None
         folder = cls(path)
         try:
             folder._lock.acquire(timeout=0)
         except Timeout:
             raise UserError(f"The run folder '{path}' is in use by another run; choose another run-dir.") from None
         try:
-            folder._check(settings)
+            refuse(path, settings)  # again: until here another process might have had it
         except UserError:
             folder.close()
             raise
+        if not (path / "settings.json").exists():
+            write_json(path / "provenance.json", provenance())
+            write_json(path / "settings.json", settings.to_config())
         return folder
 
     def close(self) -> None:
         """Let others have it."""
         self._lock.release()
-
-    def _check(self, settings: Settings) -> None:
-        if (old := read_json(self.path / "settings.json")) is None:
-            if any(p.name not in (".lock", "flwr.log") for p in self.path.iterdir()):
-                raise UserError(f"The folder '{self.path}' is not empty and holds no run; choose another run-dir.")
-            write_json(self.path / "settings.json", settings.to_config())
-            write_json(self.path / "provenance.json", provenance())
-            return
-        before, now = Settings.from_config(old).identity(), settings.identity()
-        if changed := sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key)):
-            key = changed[0]
-            raise UserError(
-                f"The run folder '{self.path}' belongs to a run with other settings ({key} = {before.get(key)!r}, "
-                f"now {now.get(key)!r}); choose another run-dir, or the old settings to continue it."
-            )
 
     @property
     def finished(self) -> bool:
@@ -132,6 +123,25 @@ class RunFolder:
         return found
 
 
+def refuse(path: Path, settings: Settings) -> None:
+    """Raise when a folder can not become, or go on as, the folder of a run with these settings."""
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise UserError(f"The run folder '{path}' is a file; choose another run-dir.")
+    if (old := read_json(path / "settings.json")) is None:
+        if not all(p.name in (".lock", "flwr.log", "provenance.json") or p.suffix == ".part" for p in path.iterdir()):
+            raise UserError(f"The folder '{path}' is not empty and holds no run; choose another run-dir.")
+        return
+    before, now = Settings.from_config(old).identity(), settings.identity()
+    if changed := sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key)):
+        key = changed[0]
+        raise UserError(
+            f"The run folder '{path}' belongs to a run with other settings ({key} = {before.get(key)!r}, "
+            f"now {now.get(key)!r}); choose another run-dir, or the old settings to continue it."
+        )
+
+
 def new_path(settings: Settings) -> Path:
     """A fresh folder under ``runs/`` (or `FEDIVON_RUNS`), named by time, method and data."""
     stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
@@ -152,7 +162,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The rounds of a run's folder; a line cut off by a kill is left out."""
     try:
         lines = (path / "metrics.jsonl").read_text().splitlines()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     for line in lines:
         try:
@@ -194,7 +204,8 @@ def git_commit() -> str | None:
 def save_arrays(path: Path, arrays: NDArrays, described: Mapping[str, Any]) -> None:
     """Arrays and a description as one safetensors file."""
     described = {**described, "keys": list(arrays)}  # safetensors does not keep the order
-    write_bytes(path, save(arrays, metadata={"fedivon": json.dumps(described)}))
+    contiguous = {key: np.asarray(array, order="C") for key, array in arrays.items()}  # it takes memory as it lies
+    write_bytes(path, save(contiguous, metadata={"fedivon": json.dumps(described)}))
 
 
 def load_arrays(path: Path) -> tuple[NDArrays, dict[str, Any]]:
@@ -219,15 +230,21 @@ def read_json(path: Path) -> Any:
     """The value, or None where there is no such file."""
     try:
         return json.loads(path.read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise UserError(f"The file '{path}' is damaged: it is not valid JSON.") from None
 
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Replace a file in one step."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with part.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    try:
+        with part.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise

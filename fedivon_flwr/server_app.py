@@ -52,7 +52,11 @@ def run(grid: Grid, settings: Settings) -> RunFolder:
             to_record(checkpoint.arrays),
             num_rounds=settings.rounds,
             train_config=ConfigRecord(
-                {"local-epochs": settings.local_epochs, "batch-size": settings.batch_size, "eval-samples": settings.eval_samples}
+                {
+                    "local-epochs": settings.local_epochs,
+                    "batch-size": settings.batch_size,
+                    "eval-samples": settings.eval_samples,
+                }
             ),
             evaluate_fn=lambda r, arrays: evaluate(evaluator, strategy, settings, r, arrays),
             first_round=checkpoint.round + 1,
@@ -155,8 +159,10 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise UserError("The key 'tensorboard' is true but the package is not installed: pip install tensorboard.") from None
-        self._writer = SummaryWriter(folder.path / "tensorboard")  # type: ignore[no-untyped-call]
+            raise UserError(
+                "The key 'tensorboard' is true but the package is not installed: pip install tensorboard."
+            ) from None
+        self._writer = SummaryWriter(folder.path / "tensorboard")
 
     def __call__(self, report: RoundReport, _: ArrayRecord) -> None:
         """Write a round."""
@@ -164,8 +170,8 @@ class TensorBoard:
         if report.train_loss is not None:
             values["train-loss"] = report.train_loss
         for key, value in values.items():
-            self._writer.add_scalar(key, value, report.round)  # type: ignore[no-untyped-call]
-        self._writer.flush()  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(key, value, report.round)
+        self._writer.flush()
 
 
 def finish(

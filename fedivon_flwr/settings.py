@@ -8,7 +8,7 @@ a commented line in ``[tool.flwr.app.config]``.
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -40,8 +40,10 @@ M = TypeVar("M", bound=FlatModel)
 class Settings(FlatModel):
     """Everything that decides the outcome of a run, and where it goes."""
 
-    method: str = Field("fedivon", description="file name in strategies/ and clients/")
-    seed: int = Field(0, ge=0, description="draws the initial weights, the clients of a round, batches and noise")
+    method: str = Field("fedivon", description="fedivon or fedavg: a file in strategies/ and one in clients/")
+    seed: int = Field(
+        0, ge=0, lt=2**63, description="draws the initial weights, the clients of a round, batches and noise"
+    )
     rounds: int = Field(100, ge=1, description="communication rounds")
 
     dataset: str = Field("digits", description="a name of `fedivon data list`, or a path to an .npz file")
@@ -49,11 +51,15 @@ class Settings(FlatModel):
 
     clients: int = Field(200, ge=1, description="number of partitions, i.e. of (virtual) nodes")
     partitioner: str = Field("shards", description="iid, dirichlet, shards, classes or subclasses")
-    partition_seed: int = Field(0, ge=0, description="the split; the same for all methods and seeds of a table")
+    partition_seed: int = Field(
+        0, ge=0, lt=2**63, description="the split; the same for all methods and seeds of a table"
+    )
     alpha: float = Field(0.5, gt=0, description="dirichlet: concentration, small is non-iid")
     shards_per_client: int = Field(5, ge=1, description="shards: how many each client is dealt")
     max_examples: int = Field(99, ge=0, description="shards: most examples of a client; 0 for no bound")
-    quantity_skew: float = Field(0.5, ge=0, le=1, description="iid, shards: 0 for clients of equal size, 1 very unequal")
+    quantity_skew: float = Field(
+        0.5, ge=0, le=1, description="iid, shards: 0 for clients of equal size, 1 very unequal"
+    )
     classes_per_client: int = Field(5, ge=1, description="classes: how many each client has")
 
     clients_per_round: int = Field(10, ge=1, description="clients asked in a round")
@@ -65,7 +71,7 @@ class Settings(FlatModel):
     node_wait: float = Field(300.0, gt=0, description="seconds to wait for enough nodes to connect")
 
     evaluation: Literal["server", "clients", "none"] = Field(
-        "server", description="on the server's test data, on the nodes' own, or not at all"
+        "server", description="server (its test data), clients (their own test data) or none"
     )
     evaluate_every: int = Field(10, ge=1, description="rounds between evaluations")
     eval_samples: int = Field(8, ge=1, description="weight samples in the evaluations on the way")
@@ -75,9 +81,11 @@ class Settings(FlatModel):
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:<number>")
     threads: int = Field(1, ge=0, description="CPU threads of a client (0: all); the last bits depend on it")
     run_dir: str = Field("", description="the run's folder; empty for a new one under runs/")
-    tensorboard: bool = Field(False, description="also write TensorBoard event files")
+    tensorboard: bool = Field(False, description="true: also write TensorBoard event files")
 
-    options: dict[str, dict[str, Scalar]] = Field(default_factory=dict, description="tables of the methods")
+    options: dict[str, dict[str, str | int | Annotated[float, Field(allow_inf_nan=True)] | bool]] = Field(
+        default_factory=dict, description="tables of the methods"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -131,6 +139,9 @@ def validated(cls: type[M], data: Mapping[str, Any], prefix: str = "") -> M:
         raise UserError(f"Unknown key '{key}'; the keys are: {', '.join(sorted(known))}.")
     if first["type"] == "value_error" and not first["loc"]:
         raise UserError(str(first["ctx"]["error"]) + ".")
+    if key == "options":
+        key = ".".join(str(part) for part in first["loc"][1:3])
+        raise UserError(f"The key '{key}' is {first['input']!r} but must be a string, a number or true or false.")
     field = next(f for name, f in cls.model_fields.items() if kebab(name) == key.removeprefix(prefix))
     rule = first["msg"].removeprefix("Input should be ")
     allowed = f"{rule} ({field.description})" if first["type"] != "string_pattern_mismatch" else field.description
@@ -152,5 +163,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         return dict(flatten(tomllib.loads(path.read_text())))
     except FileNotFoundError:
         raise UserError(f"There is no settings file '{path}'.") from None
+    except OSError as error:
+        raise UserError(f"The settings file '{path}' cannot be read ({error.strerror}).") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"The settings file '{path}' is not valid TOML: {error}.") from None

@@ -1,5 +1,7 @@
 """A trained posterior from its file: what `fedivon predict` and other programs use."""
 
+import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,8 +70,8 @@ def read_inputs(path: Path, shape: tuple[int, ...]) -> tuple[list[str], NDArray[
     files = sorted(p for p in path.iterdir() if p.suffix.lower() in IMAGES) if path.is_dir() else [path]
     if not files:
         raise UserError(f"The folder '{path}' has no images ({', '.join(sorted(IMAGES))}).")
-    if len(shape) != 3:
-        raise UserError(f"The model takes inputs of shape {shape}, not images; give an .npz file.")
+    if len(shape) != 3 or shape[0] not in (1, 3):
+        raise UserError(f"The model takes inputs of shape {shape}, not grey or colour images; give an .npz file.")
     return [file.name for file in files], np.stack([_read_image(file, shape) for file in files])
 
 
@@ -78,7 +80,8 @@ def _read_npz(path: Path, shape: tuple[int, ...]) -> tuple[list[str], NDArray[np
         with np.load(path, allow_pickle=False) as file:
             name = next((key for key in ("x", "x_test") if key in file), None)
             x = file[name] if name else None
-    except (ValueError, OSError, EOFError) as error:
+    # TypeError: a lone `.npy` array is no context manager
+    except (ValueError, OSError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"The file '{path}' cannot be read as .npz ({error}).") from None
     if x is None:
         raise UserError(f"The file '{path}' has no array named 'x' (or 'x_test').")
@@ -86,9 +89,12 @@ def _read_npz(path: Path, shape: tuple[int, ...]) -> tuple[list[str], NDArray[np
         x = x[..., None]
     expected = (*shape[1:], shape[0]) if len(shape) == 3 else shape
     if x.shape[1:] != expected or not len(x):
-        raise UserError(f"The inputs in '{path}' have the shape {x.shape} but the model takes (N, {', '.join(map(str, expected))}).")
+        wanted = ", ".join(map(str, ("N", *expected)))
+        raise UserError(f"The inputs in '{path}' have the shape {x.shape} but the model takes ({wanted}).")
     if len(shape) == 3 and x.dtype != np.uint8:
         raise UserError(f"The images in '{path}' are {x.dtype} but must be uint8 (0 … 255).")
+    if len(shape) != 3 and x.dtype.kind != "f":
+        raise UserError(f"The inputs in '{path}' are {x.dtype} but must be floating-point numbers.")
     return [str(i) for i in range(len(x))], x
 
 
@@ -99,8 +105,11 @@ def _read_image(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     try:
         with Image.open(path) as image:
             pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"), dtype=np.uint8)
-    except (UnidentifiedImageError, OSError):
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError):  # PIL calls a broken PNG a SyntaxError
         raise UserError(f"The file '{path}' cannot be read as an image.") from None
     if pixels.shape[:2] != (height, width):
-        raise UserError(f"The image '{path}' is {pixels.shape[1]}×{pixels.shape[0]} but the model takes {width}×{height}; scale it first.")
+        raise UserError(
+            f"The image '{path}' is {pixels.shape[1]} by {pixels.shape[0]} pixels but the model takes "
+            f"{width} by {height}; scale it first."
+        )
     return pixels.reshape(height, width, channels)

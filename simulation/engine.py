@@ -7,9 +7,11 @@ arrays of the replies come back the same way. Short tasks are sent in bunches, l
 actor is free, so that neither the calls nor an unequal split cost time.
 """
 
+import logging
 import os
 import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -70,7 +72,7 @@ class Worker:
 
     def _one(self, task: Task, content: RecordDict) -> Outcome:
         began, node = time.perf_counter(), task.metadata.dst_node_id
-        message = Message(content=content, metadata=task.metadata)
+        message = Message(content=content, metadata=task.metadata)  # type: ignore[call-overload]  # Flower's own way
         context = Context(
             run_id=task.metadata.run_id,
             node_id=node,
@@ -227,9 +229,7 @@ class RayGrid(Grid):
             try:
                 outcomes = ray.get(call)
             except ray.exceptions.RayError as error:  # the actor's process died, with all it was working on
-                outcomes = [
-                    Outcome(crashed(message, error), self._state(message), 0.0) for message in actor.messages
-                ]
+                outcomes = [Outcome(crashed(message, error), self._state(message), 0.0) for message in actor.messages]
                 actor.handle = self._new_actor()
             self._keep(outcomes)
             actor.call, actor.messages = None, []
@@ -261,21 +261,23 @@ class RayGrid(Grid):
 
 def crashed(message: Message, error: BaseException) -> Message:
     """The reply on behalf of a client whose process died."""
-    return Message(Error(ErrorCode.CLIENT_APP_CRASHED, f"the client's process died ({type(error).__name__})"), reply_to=message)
+    return Message(
+        Error(ErrorCode.CLIENT_APP_CRASHED, f"the client's process died ({type(error).__name__})"), reply_to=message
+    )
 
 
 def capacity(resources: Resources) -> int:
     """How many actors fit into the cluster at once, machine by machine."""
     count = 0
-    for machine in ray.nodes():
+    for machine in ray.nodes():  # type: ignore[no-untyped-call]
         there = machine["Resources"] if machine["Alive"] else {}
         limits = [there.get("CPU", 0.0) / resources.cpus] if resources.cpus else []
         limits += [there.get("GPU", 0.0) / resources.gpus] if resources.gpus else []
         count += int(min(limits, default=1))
     if count == 0:
         raise UserError(
-            f"No machine of the Ray cluster has the {resources.cpus:g} CPUs and {resources.gpus:g} GPUs that a client asks for; "
-            "lower --client-cpus or --client-gpus."
+            f"No machine of the Ray cluster has the {resources.cpus:g} CPUs and {resources.gpus:g} GPUs that a client "
+            "asks for; lower --client-cpus or --client-gpus."
         )
     return count
 
@@ -301,12 +303,14 @@ def start_ray(address: str | None) -> None:
     # Workers must find the same code as this process, wherever that was imported from.
     path = os.pathsep.join(p for p in sys.path if p)
     try:
-        ray.init(
-            address=address,
-            include_dashboard=None if address else False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            runtime_env={"env_vars": {"PYTHONPATH": path}},
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # about GPUs and num_gpus=0: what it does now is right
+            ray.init(
+                address=address,
+                include_dashboard=None if address else False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                runtime_env={"env_vars": {"PYTHONPATH": path}},
+            )
     except ConnectionError:
         raise UserError(f"There is no Ray cluster at '{address}'; start one with `ray start --head`.") from None

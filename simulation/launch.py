@@ -1,5 +1,6 @@
 """Start a virtual federation: on the Ray engine, or through ``flwr run``."""
 
+import logging
 import os
 import signal
 import socket
@@ -9,10 +10,10 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import psutil
 
@@ -34,32 +35,49 @@ def with_ray(settings: Settings, resources: Resources) -> None:
     """Run the apps on the Ray engine, in this process."""
     from fedivon_flwr.server_app import run
 
+    logging.getLogger("flwr").setLevel(logging.WARNING)  # the progress line says it already
     with ray_grid(CLIENT_APP, settings.to_config(), settings.clients, resources) as grid:
         run(grid, settings)
 
 
 def with_flwr(settings: Settings, resources: Resources) -> None:
     """Run the apps through ``flwr run``, with a SuperLink of its own that is stopped afterwards."""
-    app = app_folder()
-    run_dir = Path(settings.run_dir)
+    app, run_dir = app_folder(), Path(settings.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="fedivon-") as home, (run_dir / "flwr.log").open("w") as log:
-        env = {**os.environ, **QUIET, "FLWR_HOME": home, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-        with superlink(env, log) as address:
-            Path(home, "config.toml").write_text(
-                f'[superlink]\ndefault = "fedivon"\n[superlink.fedivon]\naddress = "{address}"\ninsecure = true\n'
-            )
-            config = Path(home, "run.toml")
-            config.write_text(to_toml(settings.to_config()))
-            federation = (
-                f"num-supernodes={settings.clients} client-resources-num-cpus={resources.cpus:g} "
-                f"client-resources-num-gpus={float(resources.gpus)}"
-            )
-            command = ["flwr", "run", str(app), "fedivon", "--run-config", str(config)]
-            command += ["--federation-config", federation, "--stream"]
-            subprocess.run(command, env=env, stdout=log, stderr=subprocess.STDOUT, check=False)
+    with (
+        tempfile.TemporaryDirectory(prefix="fedivon-") as home,
+        (run_dir / "flwr.log").open("w") as log,
+        superlink(environment(home), log, "--simulation") as address,
+    ):
+        flwr_run(app, settings.to_config(), home, address, log, federation(settings.clients, resources))
     if not (run_dir / "summary.json").exists():
         raise UserError(reason_in(run_dir / "flwr.log"))
+
+
+def federation(nodes: int, resources: Resources) -> list[str]:
+    """The options of ``flwr run`` that describe a simulated federation."""
+    described = (
+        f"num-supernodes={nodes} client-resources-num-cpus={resources.cpus:g} "
+        f"client-resources-num-gpus={float(resources.gpus)}"
+    )
+    return ["--federation-config", described]
+
+
+def flwr_run(
+    app: Path, config: Mapping[str, Any], home: str, address: str, log: TextIO, options: Sequence[str] = ()
+) -> None:
+    """Submit an app to a SuperLink and wait for its end; `home` is Flower's private folder."""
+    connection = f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "{address}"\ninsecure = true\n'
+    Path(home, "config.toml").write_text(connection)
+    Path(home, "run.toml").write_text(to_toml(config))
+    command = ["flwr", "run", str(app), "here", "--run-config", str(Path(home, "run.toml")), "--stream", *options]
+    subprocess.run(command, env=environment(home), stdout=log, stderr=subprocess.STDOUT, check=False)
+
+
+def environment(home: str) -> dict[str, str]:
+    """For Flower's programs: a private home, no telemetry, and the programs of this Python first."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    return {**os.environ, **QUIET, "FLWR_HOME": home, "PATH": path}
 
 
 def app_folder() -> Path:
@@ -71,11 +89,10 @@ def app_folder() -> Path:
 
 
 @contextmanager
-def superlink(env: Mapping[str, str], log: Any) -> Iterator[str]:
-    """A SuperLink for simulations on a free port of this machine; yields its address."""
+def superlink(env: Mapping[str, str], log: TextIO, *options: str) -> Iterator[str]:
+    """A SuperLink on a free port of this machine, for this machine; yields its address."""
     port = free_port()
-    command = ["flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess"]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
+    command = ["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(port), *options]
     process = subprocess.Popen(command, env=dict(env), stdout=log, stderr=subprocess.STDOUT)
     try:
         wait_until_healthy(process, port)
@@ -96,7 +113,7 @@ def wait_until_healthy(process: "subprocess.Popen[bytes]", port: int, seconds: f
     give_up = time.monotonic() + seconds
     while process.poll() is None and time.monotonic() < give_up:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):  # noqa: S310  # our own process
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):  # our own process
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.2)

@@ -34,7 +34,13 @@ class Watch:
 
     def _follow(self) -> None:
         name = f"{self.settings.method} on {Path(self.settings.dataset).stem}"
-        columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[state]}"), TimeElapsedColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[state]}"),
+            TimeElapsedColumn(),
+        )
         with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as bar:
             task = bar.add_task(name, total=self.settings.rounds, state="starting")
             last_line = time.monotonic()
@@ -45,7 +51,9 @@ class Watch:
                 bar.update(task, completed=done, state=state)
                 if not self.console.is_terminal and (ending or time.monotonic() - last_line > LINE_SECONDS):
                     last_line = time.monotonic()
-                    self.console.print(f"{name}: round {done}/{self.settings.rounds}  {state}", highlight=False, soft_wrap=True)
+                    self.console.print(
+                        f"{name}: round {done}/{self.settings.rounds}  {state}", highlight=False, soft_wrap=True
+                    )
                 if ending:
                     return
 

@@ -37,7 +37,12 @@ def write_report(
 
     title = f"{LABELS.get(summary['method'], summary['method'])} on {summary['dataset']}, seed {summary['seed']}"
     save_figure(curves_figure(rows, title), folder / "curves.png")
-    text = [f"# {title}", "", f"{summary['rounds']} rounds, {summary['clients']} clients, {summary['seconds']:.0f} s.", ""]
+    text = [
+        f"# {title}",
+        "",
+        f"{summary['rounds']} rounds, {summary['clients']} clients, {summary['seconds']:.0f} s.",
+        "",
+    ]
     if predictions is not None:
         at = {"at the mean": predictions.mean}
         if predictions.mc is not None:

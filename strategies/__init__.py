@@ -5,7 +5,11 @@ from fedivon_flwr.registry import Plugins, unknown
 from fedivon_flwr.settings import Settings, validated
 from strategies.base import FederatedStrategy, RoundSettings
 
-STRATEGIES: Plugins[type[FederatedStrategy]] = Plugins("method", "strategies", FederatedStrategy)
+STRATEGIES: Plugins[type[FederatedStrategy]] = Plugins(
+    "method",
+    "strategies",
+    FederatedStrategy,  # type: ignore[type-abstract]
+)
 
 
 def build(settings: Settings) -> FederatedStrategy:

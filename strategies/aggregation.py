@@ -10,7 +10,8 @@ processor's cache, and memory does not grow with the number of clients.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from fedivon_flwr.registry import Registry
 
-BLOCK = 1 << 15  # elements; a handful of float32 blocks fit into a core's cache
+BLOCK = 1 << 17  # elements; a handful of float32 blocks fit into the cache, and two threads share one
 FLOOR = 1e-3  # `dwc` subtracts precisions: the result is at least this part of the clients' mean precision
 
 
@@ -62,25 +63,30 @@ def to_hess(total: Tensor, shared: Shared) -> Tensor:
 
 def product(terms: Iterable[Term], shared: Shared, weight: Callable[[Term], float]) -> tuple[Tensor, Tensor]:
     """``Λ = Σ a_k Λ_k`` and ``m = Σ a_k Λ_k m_k / Λ`` with any weights ``a``: the mean, and ``Λ``."""
-    total, shift = _zeros(), _zeros()
+    terms, (total, shift, grown) = with_zeros(terms, 3)
     for term in terms:
-        scaled = precision(term, shared).mul_(weight(term))
-        shift = shift.addcmul(scaled, term.mean) if shift.ndim == 0 else shift.addcmul_(scaled, term.mean)
-        total = scaled if total.ndim == 0 else total.add_(scaled)
+        # Three passes, no new memory: the scalars go into the sums.
+        scale = weight(term) * term.ess
+        torch.add(term.hess, shared.weight_decay, out=grown)
+        shift.addcmul_(grown, term.mean, value=scale)
+        total.add_(grown, alpha=scale)
     return shift.div_(total), total
 
 
 def mean_and_sum(terms: Iterable[Term], part: Callable[[Term], Tensor]) -> tuple[Tensor, Tensor]:
     """``Σ w_k m_k`` and the sum of `part` over the terms."""
-    mean, total = _zeros(), _zeros()
+    terms, (mean, total) = with_zeros(terms, 2)
     for term in terms:
-        mean = mean + term.weight * term.mean if mean.ndim == 0 else mean.add_(term.mean, alpha=term.weight)
-        total = part(term) if total.ndim == 0 else total.add_(part(term))
+        mean.add_(term.mean, alpha=term.weight)
+        total.add_(part(term))
     return mean, total
 
 
-def _zeros() -> Tensor:
-    return torch.zeros(())  # becomes a vector with the first term
+def with_zeros(terms: Iterable[Term], count: int) -> tuple[Iterable[Term], list[Tensor]]:
+    """The terms again, and vectors of zeros like their means."""
+    rest = iter(terms)
+    first = next(rest)
+    return chain([first], rest), [torch.zeros_like(first.mean) for _ in range(count)]
 
 
 @RULES.add("rkl")
@@ -120,12 +126,13 @@ def lp(terms: Iterable[Term], shared: Shared) -> tuple[Tensor, Tensor]:
 
     The spread of the means is summed by West's update (1979), since ``Σ w m² − m̃²`` loses all digits.
     """
-    mean, total, weights = _zeros(), _zeros(), 0.0
+    terms, (mean, total) = with_zeros(terms, 2)
+    weights = 0.0
     for term in terms:
         weights += term.weight
         gap = term.mean - mean
-        mean = mean + gap * (term.weight / weights)
-        total = total + term.weight * variance(term, shared) + term.weight * gap * (term.mean - mean)
+        mean.add_(gap, alpha=term.weight / weights)
+        total.add_(variance(term, shared).addcmul_(gap, term.mean - mean), alpha=term.weight)
     return mean, to_hess(total.reciprocal_(), shared)
 
 
@@ -184,10 +191,8 @@ def aggregate(rule: Rule, terms: Sequence[Term], shared: Shared) -> tuple[Tensor
     shape = terms[0].mean.shape
     mean, hess = torch.empty(shape), torch.empty(shape)
     for block in blocks(mean.numel()):
-        cut = Shared(
-            shared.weight_decay, shared.ess, shared.count, _cut(shared.prior, block) if shared.prior else None
-        )
-        part = rule((_cut(term, block) for term in terms), cut)
+        prior = _cut(shared.prior, block) if shared.prior else None
+        part = rule((_cut(term, block) for term in terms), replace(shared, prior=prior))
         mean.view(-1)[block], hess.view(-1)[block] = part
     return mean, hess
 

@@ -188,7 +188,9 @@ class FederatedStrategy(Strategy):
         if every == 0 or (server_round % every and server_round != self.num_rounds):
             return []
         chosen = self._choose(grid, server_round, self.rounds.evaluate_clients)
-        return self._messages(chosen, arrays, config, server_round, MessageType.EVALUATE, self.train_config(server_round))
+        return self._messages(
+            chosen, arrays, config, server_round, MessageType.EVALUATE, self.train_config(server_round)
+        )
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:  # noqa: ARG002
         """The clients' metrics, averaged by their number of examples."""
@@ -272,8 +274,8 @@ class FederatedStrategy(Strategy):
         while len(online := self.roster.online(grid, self.rounds.deadline)) < count:
             if time.monotonic() > give_up:
                 raise UserError(
-                    f"Only {len(online)} nodes are connected after {self.rounds.node_wait:g} s but a round asks {count}; "
-                    "start more nodes or lower clients-per-round."
+                    f"Only {len(online)} nodes are connected after {self.rounds.node_wait:g} s but a round asks "
+                    f"{count}; start more nodes or lower clients-per-round."
                 )
             time.sleep(0.5)
         generator = np.random.default_rng([self.rounds.seed, server_round])

@@ -33,9 +33,13 @@ class Options(MethodOptions):
     beta1: float = Field(0.9, ge=0, lt=1, description="momentum of the gradient")
     beta2: float = Field(0.99999, ge=0, lt=1, description="momentum of the Hessian")
     mc_samples: int = Field(1, ge=1, description="weight samples for each training step")
-    rule: Literal[tuple(RULES)] = Field("rkl", description="aggregation rule")  # type: ignore[valid-type]
-    prior: Literal["zero", "server"] = Field("zero", description="the clients' prior: zero mean, or the server's posterior")
-    temperature: float = Field(1.0, ge=0, allow_inf_nan=True, description="β, the strength of the server's posterior as prior")
+    rule: Literal[tuple(RULES)] = Field("rkl", description=f"aggregation rule: {', '.join(RULES)}")  # type: ignore[valid-type]
+    prior: Literal["zero", "server"] = Field(
+        "zero", description="the clients' prior: zero (mean), or server (its posterior)"
+    )
+    temperature: float = Field(
+        1.0, ge=0, allow_inf_nan=True, description="β, the strength of the server's posterior as prior"
+    )
 
 
 class FedIvon(FederatedStrategy):

@@ -95,9 +95,7 @@ def batch_to_tensor(x: np.ndarray, dataset: Dataset, device: torch.device) -> to
     return normalise(x, dataset.mean, dataset.std, device)
 
 
-def normalise(
-    x: np.ndarray, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
-) -> torch.Tensor:
+def normalise(x: np.ndarray, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> torch.Tensor:
     """uint8 images `(N, H, W, C)` normalised per channel on the device; other data as float32."""
     # a memory map is read-only, which torch tensors cannot be
     batch = torch.from_numpy(np.ascontiguousarray(x if x.flags.writeable else x.copy())).to(device, non_blocking=True)

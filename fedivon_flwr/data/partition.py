@@ -49,7 +49,7 @@ def partition(spec: PartitionSpec, labels: np.ndarray, groups: np.ndarray) -> tu
             f"{len(labels)}; lower `clients` or use more data."
         )
     if not 0 <= spec.quantity_skew <= 1:
-        raise UserError(f"`quantity_skew` is {spec.quantity_skew}; it must be between 0 and 1.")
+        raise UserError(f"`quantity-skew` is {spec.quantity_skew}; it must be between 0 and 1.")
     if spec.seed < 0:
         raise UserError(f"The partition's `seed` is {spec.seed}; it must not be negative.")
     parts = partitioner(spec, np.asarray(labels), np.asarray(groups), np.random.default_rng(spec.seed))
@@ -79,7 +79,7 @@ def iid(
     >>> [len(part) for part in partition(PartitionSpec("iid", clients=4, quantity_skew=0.9), labels, labels)]
     [206, 247, 126, 421]
     """
-    return _cut_at(rng.permutation(len(labels)), _skewed_sizes(spec, len(labels), rng))
+    return _cut_at(rng.permutation(len(labels)), _skewed_sizes(spec.quantity_skew, spec.clients, len(labels), rng))
 
 
 @PARTITIONERS.add("dirichlet")
@@ -121,32 +121,33 @@ def shards(
 ) -> list[np.ndarray]:
     """Draw few examples a client, sort them by label, cut them into unequal shards and deal these at random.
 
-    A client's size is uniform between `(1 − quantity_skew) · max_examples` and `max_examples`.
+    A client's size is uniform between `(1 − quantity_skew) · max_examples` and `max_examples`, and its shards are
+    as unequal.
 
     >>> labels = np.repeat(np.arange(10), 100)
     >>> parts = partition(PartitionSpec("shards", clients=4, shards_per_client=2), labels, labels)
     >>> [len(part) for part in parts]
     [92, 81, 75, 63]
     >>> (class_counts(parts, labels, 10) > 0).sum(axis=1).tolist()
-    [4, 4, 4, 4]
+    [5, 4, 4, 4]
     """
     clients, count, total = spec.clients, spec.shards_per_client, len(labels)
     if count < 1 or spec.max_examples < 0:
-        raise UserError("`shards_per_client` must be at least 1, and `max_examples` at least 0.")
+        raise UserError("`shards-per-client` must be at least 1, and `max-examples` at least 0.")
     if clients * count > total:
         raise UserError(
             f"{clients} clients with {count} shards each need at least {clients * count} training examples but the "
-            f"data has {total}; lower `clients` or `shards_per_client`."
+            f"data has {total}; lower `clients` or `shards-per-client`."
         )
     if spec.max_examples:
         most = min(spec.max_examples, total // clients)
         least = max(1, ceil((1 - spec.quantity_skew) * most - 1e-9))  # 0.3 · 100 is a little more than 30
         sizes = rng.integers(least, most, clients, endpoint=True)
     else:
-        sizes = _skewed_sizes(spec, total, rng)
+        sizes = _skewed_sizes(spec.quantity_skew, clients, total, rng)
     drawn = rng.permutation(total)[: sizes.sum()]
     drawn = drawn[np.argsort(labels[drawn], kind="stable")]
-    shard_sizes = np.concatenate([_random_cuts(int(size), count, rng) for size in sizes])
+    shard_sizes = np.concatenate([_skewed_sizes(spec.quantity_skew, count, int(size), rng) for size in sizes])
     order = rng.permutation(clients * count)
     return _by_owner(drawn, np.repeat(order // count, shard_sizes[order]), clients)
 
@@ -172,7 +173,7 @@ def classes(
     names, each = np.unique(labels), spec.classes_per_client
     if each < 1 or len(names) % each:
         raise UserError(
-            f"`classes_per_client` is {each}; it must divide the number of classes of the data, which is {len(names)}."
+            f"`classes-per-client` is {each}; it must divide the number of classes of the data, which is {len(names)}."
         )
     members = len(names) // each
     if spec.clients < members:
@@ -250,12 +251,14 @@ def _random_cuts(total: int, pieces: int, rng: np.random.Generator) -> np.ndarra
     return np.diff(cuts, prepend=0, append=total)
 
 
-def _skewed_sizes(spec: PartitionSpec, total: int, rng: np.random.Generator) -> np.ndarray:
-    """Sizes of all clients that add up to the total, in proportion to weights in `[1 − quantity_skew, 1]`."""
-    weights = rng.uniform(1 - spec.quantity_skew, 1, spec.clients)
-    ideal = weights / weights.sum() * (total - spec.clients)  # one for everybody comes first
+def _skewed_sizes(skew: float, pieces: int, total: int, rng: np.random.Generator) -> np.ndarray:
+    """Sizes that add up to the total, in proportion to weights in `[1 − skew, 1]`; none is 0 if that is possible."""
+    if total < pieces:
+        return rng.permutation(np.arange(pieces) < total).astype(np.int64)
+    weights = rng.uniform(1 - skew, 1, pieces)
+    ideal = weights / weights.sum() * (total - pieces)  # one for everybody comes first
     sizes: np.ndarray = np.floor(ideal).astype(np.int64)
-    largest_rests = np.argsort(sizes - ideal, kind="stable")[: total - spec.clients - sizes.sum()]
+    largest_rests = np.argsort(sizes - ideal, kind="stable")[: total - pieces - sizes.sum()]
     sizes[largest_rests] += 1
     sizes += 1
     return sizes
