@@ -167,6 +167,13 @@ class TorchClient(NumPyClient):
                 "server and node must use the same model and method."
             )
         arrays = dict(zip(self.keys, parameters, strict=True))
+        state = self.model.state_dict(keep_vars=True)
+        for key, array in arrays.items():
+            if array.shape != (own := tuple(state[key.split("/", 1)[1]].shape)):  # copying would broadcast
+                raise UserError(
+                    f"The server sent {key} with the shape {array.shape} but this node's model has {own}: "
+                    "server and node must use the same model."
+                )
         load_model(self.model.to(self.device), arrays)
         return arrays
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.registry import unknown
-from fedivon_flwr.runs import new_path, read_json, read_metrics, refuse, runs_folder
+from fedivon_flwr.runs import RunFolder, new_path, read_json, read_metrics, refuse, runs_folder
 from fedivon_flwr.settings import Settings, read_toml
 
 PRESETS = Path(__file__).parent.parent / "simulation" / "presets"
@@ -132,7 +132,11 @@ def check(settings: Settings) -> None:
     clients.split(settings.dataset, clients.partition_spec(settings))
     build(settings.model, dataset.shape, dataset.classes, settings.seed)
     clients.pick_device(settings.device)
-    refuse(Path(settings.run_dir), settings)
+    folder = RunFolder(Path(settings.run_dir))
+    refuse(folder.path, settings)
+    if folder.path.exists():
+        folder.lock()
+        folder.close()
 
 
 def launch(settings: Settings, engine: Engine, resources: Any) -> None:

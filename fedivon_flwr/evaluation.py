@@ -47,7 +47,7 @@ class Evaluator:
     ) -> Predictions:
         """Predict all test images; the same seed and round draw the same weights."""
         load_model(self.model.to(self.device), arrays)
-        labels = torch.from_numpy(np.asarray(self.dataset.test.y, dtype=np.int64))
+        labels = torch.tensor(np.asarray(self.dataset.test.y), dtype=torch.int64)
         mean = predict_mean(self.model, self._batches())
         if posterior is None:
             return Predictions(labels, mean)

@@ -67,7 +67,7 @@ def to_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
     """Named arrays as a record; nothing is copied."""
     record = ArrayRecord()
     for key, array in arrays.items():
-        record[key] = LazyArray(array)
+        record[key] = LazyArray(np.asarray(array))  # arithmetic on a 0-d array gives a scalar
     return record
 
 

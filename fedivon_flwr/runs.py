@@ -62,10 +62,7 @@ class RunFolder:
             reason = f"cannot be made ({error.strerror})"
             raise UserError(f"The run folder '{path}' {reason}; choose another run-dir.") from None
         folder = cls(path)
-        try:
-            folder._lock.acquire(timeout=0)
-        except Timeout:
-            raise UserError(f"The run folder '{path}' is in use by another run; choose another run-dir.") from None
+        folder.lock()
         try:
             refuse(path, settings)  # again: until here another process might have had it
         except UserError:
@@ -73,8 +70,16 @@ class RunFolder:
             raise
         if not (path / "settings.json").exists():
             write_json(path / "provenance.json", provenance())
-            write_json(path / "settings.json", settings.to_config())
+            write_json(path / "settings.json", settings.record())
         return folder
+
+    def lock(self) -> None:
+        """Keep others out, or find that one is in already."""
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            reason = "is in use by another run"
+            raise UserError(f"The run folder '{self.path}' {reason}; choose another run-dir.") from None
 
     def close(self) -> None:
         """Let others have it."""

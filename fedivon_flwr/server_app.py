@@ -51,13 +51,8 @@ def run(grid: Grid, settings: Settings) -> RunFolder:
             grid,
             to_record(checkpoint.arrays),
             num_rounds=settings.rounds,
-            train_config=ConfigRecord(
-                {
-                    "local-epochs": settings.local_epochs,
-                    "batch-size": settings.batch_size,
-                    "eval-samples": settings.eval_samples,
-                }
-            ),
+            train_config=ConfigRecord({"local-epochs": settings.local_epochs, "batch-size": settings.batch_size}),
+            evaluate_config=ConfigRecord({"eval-samples": settings.eval_samples}),
             evaluate_fn=lambda r, arrays: evaluate(evaluator, strategy, settings, r, arrays),
             first_round=checkpoint.round + 1,
             callbacks=callbacks(folder, strategy, settings),
@@ -188,7 +183,7 @@ def finish(
         "mean": list(dataset.mean),
         "std": list(dataset.std),
         "seed": settings.seed,
-        "settings": settings.to_config(),
+        "settings": settings.record(),
         **strategy.scale(),
     }
     save_arrays(folder.path / "posterior.safetensors", named, described)
@@ -203,7 +198,7 @@ def finish(
         "seed": settings.seed,
         "rounds": settings.rounds,
         "clients": settings.clients,
-        "settings": settings.to_config(),
+        "settings": settings.record(),
         "versions": versions(),
         "seconds": round(sum(row["seconds"] for row in rows) + time.perf_counter() - began, 2),
         "metrics": predictions.scores() if predictions else {},

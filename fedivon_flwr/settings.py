@@ -117,12 +117,16 @@ class Settings(FlatModel):
         flat = self.model_dump(by_alias=True, exclude={"options"})
         return flat | {f"{table}.{key}": v for table, keys in self.options.items() for key, v in keys.items()}
 
+    def record(self) -> dict[str, Scalar]:
+        """What is written down about a run: all but where it is, so that a folder can be moved."""
+        return {key: value for key, value in self.to_config().items() if key != "run-dir"}
+
     def identity(self) -> dict[str, Scalar]:
         """What must be equal for a run to be continued: all that decides its outcome, for this method."""
-        aside = {"run-dir", "device", "tensorboard", "checkpoint-every", "round-deadline", "node-wait"}
+        aside = {"device", "tensorboard", "checkpoint-every", "round-deadline", "node-wait"}
         return {
             key: value
-            for key, value in self.to_config().items()
+            for key, value in self.record().items()
             if key not in aside and ("." not in key or key.startswith(f"{self.method}."))
         }
 

@@ -8,8 +8,11 @@ actor is free, so that neither the calls nor an unequal split cost time.
 """
 
 import logging
+import math
 import os
+import socket
 import sys
+import threading
 import time
 import warnings
 from collections import deque
@@ -17,7 +20,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
-from math import ceil
 from typing import Any, NamedTuple
 
 import ray
@@ -31,6 +33,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from fedivon_flwr.errors import UserError
 
 FIRST_NODE_ID = 1000  # above the ids that Flower keeps for itself
+PATIENCE_SECONDS = 0.5  # a bunch that lasts longer is broken up
 BUNCH_SECONDS = 0.02  # a call should last at least this long, so that its overhead does not matter
 
 
@@ -64,11 +67,28 @@ class Worker:
 
     def __init__(self, client_app: str | ClientApp, run_config: Mapping[str, Any], nodes: int) -> None:
         self.run_config, self.nodes = dict(run_config), nodes
+        self.lock = threading.Lock()
+        self.done: list[Outcome] = []  # of the call under way
+        self.started, self.stop = 0, False
         self.app = load_app(client_app) if isinstance(client_app, str) else client_app
 
     def work(self, tasks: Sequence[Task], *contents: RecordDict) -> list[Outcome]:
-        """Work through some messages."""
-        return [self._one(task, contents[task.content]) for task in tasks]
+        """Work through some messages, unless told to stop after the one under way."""
+        self.done, self.started, self.stop = [], 0, False
+        for task in tasks:
+            with self.lock:
+                if self.stop:
+                    break
+                self.started += 1
+            self.done.append(self._one(task, contents[task.content]))
+        return self.done
+
+    @ray.method(concurrency_group="beside")
+    def surrender(self) -> tuple[list[Outcome], int]:
+        """Stop after the message under way; what is done, and how many were started. Answered beside `work`."""
+        with self.lock:
+            self.stop = True
+            return list(self.done), self.started
 
     def _one(self, task: Task, content: RecordDict) -> Outcome:
         began, node = time.perf_counter(), task.metadata.dst_node_id
@@ -127,6 +147,7 @@ class RayGrid(Grid):
         self._contents: dict[int, tuple[RecordDict, Any]] = {}  # what the queued messages share, by identity
         self._replies: dict[str, Message] = {}
         self._wanted: set[str] = set()  # messages that nobody has given up on
+        self._suspects: set[str] = set()  # messages whose bunch died: to be tried alone
         self._states: dict[int, RecordDict] = {}
         self._seconds: dict[int, float] = {}  # how long a node's last training took
         self._typical = 0.0  # seconds of a message, lately
@@ -187,17 +208,19 @@ class RayGrid(Grid):
     # How it works
 
     def _new_actor(self) -> Any:
+        kind = ray.remote(concurrency_groups={"beside": 1})(Worker)  # type: ignore[call-overload]
         options = {"num_cpus": self._resources.cpus, "num_gpus": self._resources.gpus}
-        return ray.remote(Worker).options(**options).remote(self._app, *self._arguments)
+        return kind.options(**options).remote(self._app, *self._arguments)
 
     def _dispatch(self) -> None:
         """Give queued messages to free actors."""
         free = [actor for actor in self._actors if actor.call is None]
         for others, actor in zip(reversed(range(len(free))), free, strict=True):
             if not self._queue:
-                return
-            share = ceil(len(self._queue) / (others + 1))
-            actor.messages = [self._queue.popleft() for _ in range(min(share, self._bunch()))]
+                break
+            share = math.ceil(len(self._queue) / (others + 1))
+            alone = self._queue[0].metadata.message_id in self._suspects
+            actor.messages = [self._queue.popleft() for _ in range(1 if alone else min(share, self._bunch()))]
             contents = {id(m.content): self._shared(m.content) for m in actor.messages}
             place = {key: i for i, key in enumerate(contents)}
             tasks = [
@@ -210,7 +233,7 @@ class RayGrid(Grid):
 
     def _bunch(self) -> int:
         """How many messages make a call long enough."""
-        return ceil(BUNCH_SECONDS / self._typical) if self._typical else 1
+        return math.ceil(BUNCH_SECONDS / self._typical) if self._typical else 1
 
     def _shared(self, content: RecordDict) -> Any:
         """A content in the object store, put there once however many messages carry it."""
@@ -223,13 +246,18 @@ class RayGrid(Grid):
         calls = {actor.call: actor for actor in self._actors if actor.call is not None}
         if not calls:
             return
-        done, _ = ray.wait(list(calls), num_returns=1, timeout=timeout)
+        bunches = [actor for actor in calls.values() if len(actor.messages) > 1]
+        patience = PATIENCE_SECONDS if bunches else math.inf
+        left = min(math.inf if timeout is None else timeout, patience)
+        done, _ = ray.wait(list(calls), num_returns=1, timeout=None if left == math.inf else left)
+        if not done and left == patience:
+            self._break_up(bunches)
         for call in done:
             actor = calls[call]
             try:
                 outcomes = ray.get(call)
             except ray.exceptions.RayError as error:  # the actor's process died, with all it was working on
-                outcomes = [Outcome(crashed(message, error), self._state(message), 0.0) for message in actor.messages]
+                outcomes = self._after_crash(actor.messages, error)
                 actor.handle = self._new_actor()
             self._keep(outcomes)
             actor.call, actor.messages = None, []
@@ -237,16 +265,34 @@ class RayGrid(Grid):
 
     def _keep(self, outcomes: Sequence[Outcome]) -> None:
         for reply, state, seconds in outcomes:
-            node = reply.metadata.src_node_id
-            if len(state):
-                self._states[node] = state
+            node, answered = reply.metadata.src_node_id, reply.metadata.reply_to_message_id
             self._seconds[node] = seconds
             self._typical += 0.1 * (seconds - self._typical)
-            if reply.metadata.reply_to_message_id in self._wanted:
-                self._replies[reply.metadata.reply_to_message_id] = reply
+            if answered in self._wanted:  # otherwise it is late, and the node may be further on by now
+                self._replies[answered] = reply
+                if len(state):
+                    self._states[node] = state
 
-    def _state(self, message: Message) -> RecordDict:
-        return self._states.get(message.metadata.dst_node_id) or RecordDict()
+    def _after_crash(self, messages: Sequence[Message], error: BaseException) -> list[Outcome]:
+        """Of a bunch nobody knows whose fault it was: each gets another try, alone. Who dies alone is lost."""
+        if len(messages) == 1:
+            return [Outcome(crashed(messages[0], error), RecordDict(), 0.0)]
+        again = [message for message in messages if message.metadata.message_id in self._wanted]
+        self._suspects.update(message.metadata.message_id for message in again)
+        self._queue.extendleft(again)
+        return []
+
+    def _break_up(self, bunches: Sequence[Actor]) -> None:
+        """Bunches take unexpectedly long: keep what is done, and give what is not begun to whoever is free."""
+        for actor in bunches:
+            try:
+                outcomes, started = ray.get(actor.handle.surrender.remote())
+            except ray.exceptions.RayError:  # it died meanwhile; the next look at its call will find out
+                continue
+            self._keep(outcomes)
+            self._queue.extendleft(actor.messages[started:])
+            actor.messages = actor.messages[len(outcomes) : started]
+        self._dispatch()
 
     def _give_up(self, ids: Iterable[str]) -> None:
         """Drop messages that nobody waits for any more; those under way run to their end unheard."""
@@ -261,9 +307,8 @@ class RayGrid(Grid):
 
 def crashed(message: Message, error: BaseException) -> Message:
     """The reply on behalf of a client whose process died."""
-    return Message(
-        Error(ErrorCode.CLIENT_APP_CRASHED, f"the client's process died ({type(error).__name__})"), reply_to=message
-    )
+    reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+    return Message(Error(ErrorCode.CLIENT_APP_CRASHED, f"the client's process died: {reason}"), reply_to=message)
 
 
 def capacity(resources: Resources) -> int:
@@ -300,6 +345,8 @@ def ray_grid(
 
 def start_ray(address: str | None) -> None:
     """Start Ray on this machine, or join the cluster at an address."""
+    if address and ":" in address and "://" not in address:
+        check_reachable(address)  # Ray itself would try for minutes
     # Workers must find the same code as this process, wherever that was imported from.
     path = os.pathsep.join(p for p in sys.path if p)
     try:
@@ -313,4 +360,13 @@ def start_ray(address: str | None) -> None:
                 runtime_env={"env_vars": {"PYTHONPATH": path}},
             )
     except ConnectionError:
+        raise UserError(f"There is no Ray cluster at '{address}'; start one with `ray start --head`.") from None
+
+
+def check_reachable(address: str) -> None:
+    """Refuse an address at which nobody listens."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except (OSError, ValueError):
         raise UserError(f"There is no Ray cluster at '{address}'; start one with `ray start --head`.") from None

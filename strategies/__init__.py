@@ -17,7 +17,8 @@ def build(settings: Settings) -> FederatedStrategy:
     kind = STRATEGIES[settings.method]
     for table in settings.options:
         if table not in STRATEGIES.names():
-            raise UserError(unknown("method (in a key)", table, STRATEGIES.names()))
+            key = next(iter(settings.options[table]))
+            raise UserError(f"Unknown key '{table}.{key}': {unknown('method', table, STRATEGIES.names())}")
     options = validated(kind.options_type, settings.options.get(settings.method, {}), f"{settings.method}.")
     rounds = RoundSettings(
         clients_per_round=settings.clients_per_round,

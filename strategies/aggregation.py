@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedivon_flwr.errors import UserError
 from fedivon_flwr.registry import Registry
 
 BLOCK = 1 << 17  # elements; a handful of float32 blocks fit into the cache, and two threads share one
@@ -102,7 +103,7 @@ def hessian(terms: Iterable[Term], shared: Shared) -> tuple[Tensor, Tensor]:
     bare = Shared(weight_decay=0.0, ess=1.0, count=shared.count)
     mean, total = product((term._replace(ess=1.0) for term in terms), bare, lambda term: term.weight)
     if not bool((total > 0).all()):
-        raise ValueError("the rule 'hessian' needs a positive weighted sum of Hessians; use the rule 'rkl'")
+        raise UserError("The rule 'hessian' met a weighted sum of Hessians that is not positive; use the rule 'rkl'.")
     return mean, total
 
 

@@ -26,6 +26,7 @@ from fedivon_flwr.settings import MethodOptions
 from strategies.aggregation import weighted_mean
 
 PARTITION_ID = "partition-id"
+LARGEST = 1e15  # absolute value that is accepted in a reply
 
 
 @dataclass(frozen=True)
@@ -83,15 +84,15 @@ class Roster:
         """``(client, node id)`` of all connected nodes, sorted; a node without a partition goes by its node id."""
         nodes = set(grid.get_node_ids())
         if new := sorted(nodes - self._partition.keys()):
-            self._partition |= dict.fromkeys(new)
             messages = [Message(RecordDict(), dst_node_id=node, message_type=MessageType.QUERY) for node in new]
             for reply in grid.send_and_receive(messages, timeout=timeout):
-                if not reply.has_error():
-                    self._partition[reply.metadata.src_node_id] = partition_of(reply.content)
+                # An app that does not answer queries says so with an error; who says nothing is asked again.
+                told = None if reply.has_error() else partition_of(reply.content)
+                self._partition[reply.metadata.src_node_id] = told
         return sorted((self._client(node), node) for node in nodes)
 
     def _client(self, node: int) -> int:
-        partition = self._partition[node]
+        partition = self._partition.get(node)
         return node if partition is None else partition
 
 
@@ -114,7 +115,7 @@ class FederatedStrategy(Strategy):
         self.roster = Roster()
         self._asked: dict[int, int] = {}  # node id → client, of the round under way
         self._sent: NDArrays = {}
-        self._refused = 0
+        self._refused = self._bytes_up = 0
 
     # What a method decides
 
@@ -220,7 +221,7 @@ class FederatedStrategy(Strategy):
             train = self.configure_train(server_round, arrays, train_config or ConfigRecord(), grid)
             replies = list(grid.send_and_receive(train, timeout=deadline))
             combined, metrics = self.aggregate_train(server_round, replies)
-            refused, accepted = self._refused, len(replies) - self._refused
+            refused, accepted, bytes_up = self._refused, len(replies) - self._refused, self._bytes_up
             if combined is not None:
                 result.arrays = arrays = combined
             elif server_round == 1:
@@ -236,7 +237,7 @@ class FederatedStrategy(Strategy):
                 rounds=num_rounds,
                 train_loss=numbers(metrics).get("train-loss") if metrics else None,
                 seconds=time.perf_counter() - began,
-                bytes_up=sum(payload(reply) for reply in replies),
+                bytes_up=bytes_up,
                 bytes_down=nbytes(self._sent) * len(self._asked),
                 replies=accepted,
                 refused=refused,
@@ -298,12 +299,13 @@ class FederatedStrategy(Strategy):
     def _accept(self, messages: Iterable[Message], check_arrays: bool) -> list[Reply]:
         """The replies that can be trusted, in the order of the clients; the others are logged and counted."""
         accepted: dict[int, Reply] = {}
-        self._refused = 0
+        self._refused = self._bytes_up = 0
         for message in messages:
             client = self._asked.get(message.metadata.src_node_id)
             reply = self._read(message, client, check_arrays)
             if isinstance(reply, Reply) and reply.client not in accepted:
                 accepted[reply.client] = reply
+                self._bytes_up += nbytes(reply.arrays)
                 continue
             self._refused += 1
             reason = "it answered twice" if isinstance(reply, Reply) else reply
@@ -322,11 +324,11 @@ class FederatedStrategy(Strategy):
         except Exception as error:  # whatever is in there: a reply must not end the run
             return f"it cannot be read ({error})"
         examples = metrics.pop(NUM_EXAMPLES, 0)
-        if not (examples == int(examples) and 1 <= examples <= self.rounds.max_examples):
+        if not (1 <= examples <= self.rounds.max_examples and examples == int(examples)):
             return f"{NUM_EXAMPLES} is {examples}, which is not a whole number from 1 to {self.rounds.max_examples}"
         if not all(np.isfinite(value) for value in metrics.values()):
             return "a metric is not finite"
-        if check_arrays and (reason := mismatch(arrays, self.expected(self._sent)) or not_finite(arrays)):
+        if check_arrays and (reason := mismatch(arrays, self.expected(self._sent)) or unusable(arrays)):
             return reason
         if check_arrays and (reason := self.refuse(arrays)):
             return reason
@@ -337,12 +339,12 @@ class FederatedStrategy(Strategy):
         return sent
 
 
-def not_finite(arrays: NDArrays) -> str | None:
-    """Which array has NaN or infinity in it."""
+def unusable(arrays: NDArrays) -> str | None:
+    """Which array has NaN, infinity or a number so large that sums of float32 would overflow."""
     for key, array in arrays.items():
-        # A sum is finite only when all its terms are, and needs no temporary array of booleans.
-        if array.dtype.kind == "f" and not np.isfinite(array.sum(dtype=np.float64)):
-            return f"{key} is not finite"
+        # Smallest and largest need no temporary array, and are NaN when there is one.
+        if array.dtype.kind == "f" and array.size and not (-LARGEST < array.min() <= array.max() < LARGEST):
+            return f"{key} has a value that is not a number from -{LARGEST:g} to {LARGEST:g}"
     return None
 
 
@@ -375,13 +377,6 @@ def average(replies: Sequence[Reply], keys: Sequence[str]) -> NDArrays:
     """``Σ w_k x_k`` for each of the keys."""
     share = weights(replies)
     return {key: weighted_mean(share, [tensor(reply.arrays[key]) for reply in replies]).numpy() for key in keys}
-
-
-def payload(message: Message) -> int:
-    """The bytes of a reply's arrays."""
-    if message.has_error():
-        return 0
-    return sum(nbytes(from_record(record)) for record in message.content.array_records.values())
 
 
 def raise_if_all_failed(replies: Sequence[Message]) -> None:

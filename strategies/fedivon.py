@@ -54,8 +54,8 @@ class FedIvon(FederatedStrategy):
     def __init__(self, options: Options | None = None, rounds: RoundSettings | None = None) -> None:
         super().__init__(rounds)
         self.options = options or Options()
-        # λ of the server's posterior; with "local" it is known after the first round.
-        self.ess = self.options.ess if isinstance(self.options.ess, float) else 1.0
+        # λ of the server's posterior; with "local" it is known after the first round, and 0 until then.
+        self.ess = self.options.ess if isinstance(self.options.ess, float) else 0.0
 
     def model_arrays(self, model: nn.Module) -> NDArrays:
         """The first posterior: the model's weights, and ``h0`` everywhere."""
@@ -87,7 +87,7 @@ class FedIvon(FederatedStrategy):
                     Term(w, tensor(reply.arrays[key]), tensor(reply.arrays[twin]), size)
                     for w, reply, size in zip(share, replies, sizes, strict=True)
                 ]
-                prior = Term(1.0, tensor(sent[key]), tensor(sent[twin]), self.ess)
+                prior = Term(1.0, tensor(sent[key]), tensor(sent[twin]), self.ess or ess)
                 shared = Shared(self.options.weight_decay, ess, len(terms), prior)
                 mean, hess = aggregate(rule, terms, shared)
                 means[key], hessians[twin] = mean.numpy(), hess.numpy()

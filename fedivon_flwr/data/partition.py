@@ -13,6 +13,8 @@ import numpy as np
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.registry import Registry
 
+SHARD_SKEW = 0.5  # shards are unequal (methods of the paper); by how much is not said: up to a factor of two
+
 
 @dataclass(frozen=True)
 class PartitionSpec:
@@ -121,8 +123,8 @@ def shards(
 ) -> list[np.ndarray]:
     """Draw few examples a client, sort them by label, cut them into unequal shards and deal these at random.
 
-    A client's size is uniform between `(1 − quantity_skew) · max_examples` and `max_examples`, and its shards are
-    as unequal.
+    A client's size is uniform between `(1 − quantity_skew) · max_examples` and `max_examples`; its shards
+    differ in size by up to a factor of two.
 
     >>> labels = np.repeat(np.arange(10), 100)
     >>> parts = partition(PartitionSpec("shards", clients=4, shards_per_client=2), labels, labels)
@@ -147,7 +149,7 @@ def shards(
         sizes = _skewed_sizes(spec.quantity_skew, clients, total, rng)
     drawn = rng.permutation(total)[: sizes.sum()]
     drawn = drawn[np.argsort(labels[drawn], kind="stable")]
-    shard_sizes = np.concatenate([_skewed_sizes(spec.quantity_skew, count, int(size), rng) for size in sizes])
+    shard_sizes = np.concatenate([_skewed_sizes(SHARD_SKEW, count, int(size), rng) for size in sizes])
     order = rng.permutation(clients * count)
     return _by_owner(drawn, np.repeat(order // count, shard_sizes[order]), clients)
 

@@ -61,7 +61,7 @@ def files(path: Path) -> dict[str, bytes]:
 
 def test_new_folder_holds_settings_and_provenance(folder: RunFolder, settings: Settings) -> None:
     assert sorted(files(folder.path)) == [".lock", "provenance.json", "settings.json"]
-    assert Settings.from_config(read_json(folder.path / "settings.json")) == settings
+    assert read_json(folder.path / "settings.json") == settings.record()
     assert not folder.finished
     assert folder.summary() == {}
     assert folder.metrics() == []
@@ -205,7 +205,9 @@ def test_the_same_settings_continue(folder: RunFolder, settings: Settings) -> No
         ({"method": "fedavg"}, "method = 'fedivon', now 'fedavg'"),
     ],
 )
-def test_other_settings_are_refused(folder: RunFolder, settings: Settings, change: dict[str, Any], sentence: str) -> None:
+def test_other_settings_are_refused(
+    folder: RunFolder, settings: Settings, change: dict[str, Any], sentence: str
+) -> None:
     folder.close()
     before = files(folder.path)
     with pytest.raises(UserError) as caught:
@@ -341,7 +343,7 @@ def test_when_writing_fails_the_old_file_stays(tmp_path: Path) -> None:
 
 
 def die_while_writing(path: Path) -> None:
-    os.fsync = lambda _: os._exit(3)  # all data are written but the file is not yet in its place
+    os.fsync = lambda fd: os._exit(3)  # all data are written but the file is not yet in its place
     write_bytes(path, b"new")
 
 

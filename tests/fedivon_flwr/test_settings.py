@@ -145,7 +145,9 @@ def test_identity_leaves_out_what_does_not_change_the_outcome(aside: dict[str, A
 
 
 @pytest.mark.parametrize(
-    "other", [{"seed": 1}, {"rounds": 5}, {"model": "cnn"}, {"method": "fedavg"}, {"fedivon.lr": 0.5}, {"threads": 2}], ids=str
+    "other",
+    [{"seed": 1}, {"rounds": 5}, {"model": "cnn"}, {"method": "fedavg"}, {"fedivon.lr": 0.5}, {"threads": 2}],
+    ids=str,
 )
 def test_identity_holds_what_changes_the_outcome(other: dict[str, Any]) -> None:
     assert Settings.from_config(other).identity() != Settings().identity()

@@ -1,0 +1,306 @@
+"""A trained posterior predicts what its file says, from arrays and images, in Python and by `fedivon predict`."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import strategies
+from fedivon_flwr import cli
+from fedivon_flwr.data import load, normalise
+from fedivon_flwr.errors import UserError
+from fedivon_flwr.evaluation import Evaluator
+from fedivon_flwr.metrics import score
+from fedivon_flwr.models import build
+from fedivon_flwr.records import to_record
+from fedivon_flwr.runs import Checkpoint, RunFolder, load_arrays, read_json, save_arrays
+from fedivon_flwr.server_app import finish
+from fedivon_flwr.settings import Settings
+from fedivon_flwr.trained import Trained, read_inputs
+
+
+class Ended(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Ended]
+
+
+@pytest.fixture
+def fedivon(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """The `fedivon` command in this process, through its entry point."""
+
+    def run(*words: object) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["fedivon", *map(str, words)])
+        monkeypatch.setattr(cli.out, "_width", 200)
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        code = ended.value.code
+        return Ended(code if isinstance(code, int) else 0, *capsys.readouterr())
+
+    return run
+
+
+def assert_refused(ended: Ended, *named: str) -> None:
+    assert ended.code == 2, ended
+    assert ended.out == ""
+    assert ended.err.startswith("Error: ")
+    assert ended.err.count("\n") == 1
+    assert ended.err.endswith(".\n")
+    assert all(part in ended.err for part in named), ended.err
+
+
+def finished(path: Path, method: str, model: str = "mlp", dataset: str = "digits") -> Path:
+    """The folder of a run that ends as all do, but after training its network here, for a moment."""
+    settings = Settings(run_dir=str(path), method=method, model=model, dataset=dataset, test_samples=4, rounds=1)
+    strategy, data = strategies.build(settings), load(settings.dataset)
+    network = build(model, data.shape, data.classes, seed=0)
+    adam = torch.optim.Adam(network.parameters(), lr=0.01)
+    x, y = normalise(data.train.x[:512], data.mean, data.std, torch.device("cpu")), torch.tensor(data.train.y[:512])
+    for _ in range(40):
+        adam.zero_grad()
+        torch.nn.functional.cross_entropy(network(x), y).backward()  # type: ignore[no-untyped-call]
+        adam.step()
+    folder = RunFolder.open(settings)
+    folder.append_metrics({"round": 1, "train_loss": 1.0, "seconds": 0.1})
+    arrays = to_record(strategy.model_arrays(network))
+    finish(folder, strategy, settings, Evaluator(network, data, torch.device("cpu"), 0), arrays)
+    folder.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def cache(shared_cache: Path) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FEDIVON_CACHE", str(shared_cache))
+        load.cache_clear()
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, cache: None) -> Path:
+    return finished(tmp_path_factory.mktemp("runs") / "fedivon", "fedivon")
+
+
+@pytest.fixture(scope="module")
+def fedavg_run(tmp_path_factory: pytest.TempPathFactory, cache: None) -> Path:
+    return finished(tmp_path_factory.mktemp("runs") / "fedavg", "fedavg")
+
+
+@pytest.fixture
+def npz(tmp_path: Path) -> Path:
+    np.savez(tmp_path / "in.npz", x=load("digits").test.x[:30])
+    return tmp_path / "in.npz"
+
+
+# ---------------------------------------------------------------- in Python
+
+
+def test_it_predicts_what_the_summary_says(run: Path) -> None:
+    trained, test = Trained.load(run), load("digits").test
+    assert (trained.shape, trained.classes) == ((1, 8, 8), 10)
+    expected = read_json(run / "summary.json")["metrics"]["mean"]
+    assert expected["accuracy"] > 0.7
+    scores = score(trained.predict(test.x, samples=0), torch.tensor(test.y)).as_dict()
+    assert scores == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_file_and_its_folder_are_the_same(run: Path) -> None:
+    x = load("digits").test.x[:5]
+    there, here = Trained.load(run / "posterior.safetensors"), Trained.load(run)
+    assert torch.equal(there.predict(x, 3, seed=1), here.predict(x, 3, seed=1))
+
+
+def test_sampling_goes_by_the_seed_and_tends_to_one_answer(run: Path) -> None:
+    trained, x = Trained.load(run), load("digits").test.x[:20]
+    assert torch.equal(trained.predict(x, 4, seed=1), trained.predict(x, 4, seed=1))
+    assert not torch.equal(trained.predict(x, 4, seed=1), trained.predict(x, 4, seed=2))
+    many = [trained.predict(x, 400, seed=seed) for seed in (1, 2)]
+    torch.testing.assert_close(many[0], many[1], atol=0.03, rtol=0)
+
+
+def test_the_posterior_has_the_width_that_its_file_says(run: Path) -> None:
+    trained = Trained.load(run)
+    arrays, about = load_arrays(run / "posterior.safetensors")
+    hess = np.concatenate([array.ravel() for key, array in arrays.items() if key.startswith("hess/")])
+    assert trained.posterior is not None
+    expected = about["ess"] * (hess.astype(np.float64) + about["weight_decay"])
+    np.testing.assert_allclose(trained.posterior.precision.numpy(), expected, rtol=1e-5)
+
+
+def test_without_posterior_samples_do_not_matter(fedavg_run: Path) -> None:
+    trained, x = Trained.load(fedavg_run), load("digits").test.x[:20]
+    assert trained.posterior is None
+    assert torch.equal(trained.predict(x, 8), trained.predict(x, 0))
+
+
+def test_batches_do_not_show(run: Path) -> None:
+    trained, x = Trained.load(run), load("digits").test.x[:300]  # more than a batch
+    together, alone = trained.predict(x, 0), torch.cat([trained.predict(x[i : i + 1], 0) for i in (0, 255, 256, 299)])
+    torch.testing.assert_close(together[[0, 255, 256, 299]], alone)
+
+
+def test_a_checkpoint_is_no_outcome(tmp_path: Path) -> None:
+    folder = RunFolder.open(Settings(run_dir=str(tmp_path / "run")))
+    folder.save_checkpoint(Checkpoint(1, {"mean/x": np.zeros(3)}, {}))
+    folder.close()
+    with pytest.raises(UserError, match="checkpoint of an unfinished run"):
+        Trained.load(tmp_path / "run" / "checkpoints" / "round-000001.safetensors")
+    with pytest.raises(UserError, match="There is no file"):
+        Trained.load(tmp_path / "run")
+
+
+def test_own_float_data(tmp_path: Path, cache: None) -> None:
+    rng = np.random.default_rng(0)
+    y = np.arange(600) % 3
+    x = (np.eye(3)[y] * 3 + rng.standard_normal((600, 3))).astype(np.float32)
+    np.savez(tmp_path / "own.npz", x_train=x[:500], y_train=y[:500], x_test=x[500:], y_test=y[500:])
+    trained = Trained.load(finished(tmp_path / "run", "fedivon", dataset=str(tmp_path / "own.npz")))
+    names, inputs = read_inputs(tmp_path / "own.npz", trained.shape)  # x_test will do for x
+    assert len(names) == 100
+    assert (trained.predict(inputs, 20).argmax(1).numpy() == y[500:]).mean() > 0.8
+    np.savez(tmp_path / "text.npz", x=np.array([["a", "b", "c"]]))
+    with pytest.raises(UserError, match="must be floating-point"):
+        read_inputs(tmp_path / "text.npz", trained.shape)
+    Image.new("L", (3, 3)).save(tmp_path / "x.png")
+    with pytest.raises(UserError, match="not grey or colour images"):
+        read_inputs(tmp_path / "x.png", trained.shape)
+
+
+def test_colour_images_keep_their_channels(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 5, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "x.png")
+    names, x = read_inputs(tmp_path / "x.png", (3, 6, 5))
+    assert names == ["x.png"]
+    np.testing.assert_array_equal(x[0], pixels)
+
+
+# ---------------------------------------------------------------- by `fedivon predict`
+
+
+def test_json_output(run: Path, npz: Path, fedivon: Command) -> None:
+    ended = fedivon("predict", run, npz, "--json", "--samples", 8)
+    assert (ended.code, ended.err) == (0, "")
+    rows = json.loads(ended.out)
+    assert [row["name"] for row in rows] == [str(i) for i in range(30)]
+    p = np.array([row["probabilities"] for row in rows])
+    assert p.shape == (30, 10)
+    np.testing.assert_allclose(p.sum(1), 1, atol=1e-5)
+    assert [row["class"] for row in rows] == p.argmax(1).tolist()
+    entropies = -(p * np.log(np.maximum(p, 1e-12))).sum(1)
+    np.testing.assert_allclose([row["entropy"] for row in rows], entropies, atol=1e-3)
+    assert np.mean(p.argmax(1) == load("digits").test.y[:30]) > 0.6
+
+
+def test_json_output_goes_by_the_seed(run: Path, npz: Path, fedivon: Command) -> None:
+    words = ("predict", run, npz, "--json", "--samples", 3, "--seed")
+    assert fedivon(*words, 1).out == fedivon(*words, 1).out != fedivon(*words, 2).out
+
+
+def test_no_samples_predict_at_the_mean(run: Path, npz: Path, fedivon: Command) -> None:
+    rows = json.loads(fedivon("predict", run, npz, "--json", "--samples", 0).out)
+    expected = Trained.load(run).predict(load("digits").test.x[:30], 0).numpy()
+    np.testing.assert_allclose([row["probabilities"] for row in rows], expected, atol=1e-5)
+
+
+def test_images_are_predicted_like_the_array(run: Path, npz: Path, tmp_path: Path, fedivon: Command) -> None:
+    folder = tmp_path / "[images]"
+    folder.mkdir()
+    for i in range(30):
+        Image.fromarray(load("digits").test.x[i, :, :, 0]).save(folder / f"{i:02d}.png")
+    (folder / "notes.txt").write_text("no image")
+    from_images = json.loads(fedivon("predict", run, folder, "--json", "--samples", 4).out)
+    from_array = json.loads(fedivon("predict", run, npz, "--json", "--samples", 4).out)
+    assert [row["name"] for row in from_images] == [f"{i:02d}.png" for i in range(30)]
+    assert [row["probabilities"] for row in from_images] == [row["probabilities"] for row in from_array]
+    (one,) = json.loads(fedivon("predict", run, folder / "07.png", "--json", "--samples", 0).out)
+    assert one["name"] == "07.png"
+
+
+def test_table(run: Path, npz: Path, fedivon: Command) -> None:
+    ended = fedivon("predict", run, npz, "--limit", 7)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.count("│\n") == 7
+    assert "and 23 more" in ended.out
+    assert fedivon("predict", run, npz, "--limit", 0).out.count("│\n") == 30
+
+
+def test_names_with_brackets_are_shown(run: Path, tmp_path: Path, fedivon: Command) -> None:
+    Image.fromarray(load("digits").test.x[0, :, :, 0]).save(tmp_path / "a[bold]b.png")
+    assert "a[bold]b.png" in fedivon("predict", run, tmp_path / "a[bold]b.png").out
+
+
+IMAGES = np.zeros((4, 8, 8), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "named"),
+    [
+        ({"x": IMAGES[:, :7]}, ("(4, 7, 8, 1)", "(N, 8, 8, 1)")),
+        ({"x": IMAGES[:0]}, ("(0, 8, 8, 1)", "(N, 8, 8, 1)")),
+        ({"x": IMAGES[0]}, ("(8, 8)", "(N, 8, 8, 1)")),
+        ({"x": np.array(3, np.uint8)}, ("()", "(N, 8, 8, 1)")),
+        ({"x": IMAGES.astype(np.float32)}, ("float32", "uint8")),
+        ({"x": np.array([{}])}, ("cannot be read as .npz",)),
+        ({"y": IMAGES}, ("no array named 'x'",)),
+    ],
+)
+def test_wrong_arrays(
+    run: Path, tmp_path: Path, fedivon: Command, arrays: dict[str, Any], named: tuple[str, ...]
+) -> None:
+    np.savez(tmp_path / "in.npz", **arrays)
+    assert_refused(fedivon("predict", run, tmp_path / "in.npz"), "in.npz", *named)
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04 broken"])
+def test_a_file_that_is_no_npz(run: Path, tmp_path: Path, fedivon: Command, content: bytes) -> None:
+    (tmp_path / "in.npz").write_bytes(content)
+    assert_refused(fedivon("predict", run, tmp_path / "in.npz"), "in.npz", "cannot be read as .npz")
+
+
+def test_a_lone_array_is_no_npz(run: Path, tmp_path: Path, fedivon: Command) -> None:
+    np.save(tmp_path / "in.npy", IMAGES)
+    (tmp_path / "in.npy").rename(tmp_path / "in.npz")
+    assert_refused(fedivon("predict", run, tmp_path / "in.npz"), "in.npz", "cannot be read as .npz")
+
+
+def test_a_cut_off_npz(run: Path, npz: Path, fedivon: Command) -> None:
+    npz.write_bytes(npz.read_bytes()[:400])
+    assert_refused(fedivon("predict", run, npz), "in.npz", "cannot be read as .npz")
+
+
+def test_wrong_images(run: Path, tmp_path: Path, fedivon: Command) -> None:
+    Image.new("L", (9, 8)).save(tmp_path / "wide.png")
+    assert_refused(fedivon("predict", run, tmp_path / "wide.png"), "wide.png", "9 by 8", "8 by 8")
+    noise = np.random.default_rng(0).integers(0, 256, (8, 8), np.uint8)
+    Image.fromarray(noise).save(tmp_path / "whole.png")
+    whole = (tmp_path / "whole.png").read_bytes()
+    for length in (0, 20, 50, 80):
+        (tmp_path / "cut.png").write_bytes(whole[:length])
+        assert_refused(fedivon("predict", run, tmp_path / "cut.png"), "cut.png", "cannot be read as an image")
+    (tmp_path / "x.txt").write_text("hello")
+    assert_refused(fedivon("predict", run, tmp_path / "x.txt"), "x.txt", "cannot be read as an image")
+    (tmp_path / "empty").mkdir()
+    assert_refused(fedivon("predict", run, tmp_path / "empty"), "empty", "no images", ".png")
+
+
+def test_missing_files(run: Path, npz: Path, tmp_path: Path, fedivon: Command) -> None:
+    assert_refused(fedivon("predict", run, tmp_path / "no.npz"), "no.npz", "There is no file")
+    assert_refused(fedivon("predict", tmp_path / "no run", npz), "no run", "There is no file")
+    assert_refused(fedivon("predict", tmp_path, npz), "posterior.safetensors", "There is no file")
+    assert_refused(fedivon("predict", npz, npz), "in.npz", "is not a posterior")
+
+
+def test_a_posterior_of_another_model(run: Path, npz: Path, tmp_path: Path, fedivon: Command) -> None:
+    arrays, about = load_arrays(run / "posterior.safetensors")
+    save_arrays(tmp_path / "odd.safetensors", arrays, {**about, "model": "nope"})
+    assert_refused(fedivon("predict", tmp_path / "odd.safetensors", npz), "Unknown model 'nope'", "mlp")

@@ -1,0 +1,71 @@
+"""What holds the project together: the Flower config agrees with the settings, and imports point one way."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import strategies
+from clients import CLIENTS
+from fedivon_flwr.cli import preset_config
+from fedivon_flwr.settings import Settings, flatten, kebab
+from strategies import STRATEGIES
+
+ROOT = Path(__file__).parent.parent
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+
+
+def app_config() -> dict[str, object]:
+    return dict(flatten(tomllib.loads(PYPROJECT)["tool"]["flwr"]["app"]["config"]))
+
+
+def test_the_flower_config_has_every_key_and_is_the_digits_preset() -> None:
+    config = app_config()
+    preset = Settings.from_config(preset_config("digits"))
+    common = {key: value for key, value in config.items() if "." not in key}
+    assert common == {key: value for key, value in preset.to_config().items() if "." not in key}
+    for method in STRATEGIES.names():
+        given = {key.partition(".")[2]: value for key, value in config.items() if key.startswith(f"{method}.")}
+        assert set(given) == {kebab(name) for name in STRATEGIES[method].options_type.model_fields}
+        asked = Settings.from_config({**preset_config("digits"), "method": method})
+        assert strategies.build(Settings.from_config({**config, "method": method})).options == (  # type: ignore[attr-defined]
+            strategies.build(asked).options  # type: ignore[attr-defined]
+        )
+
+
+def test_every_key_of_the_flower_config_has_a_comment() -> None:
+    section = PYPROJECT.partition("[tool.flwr.app.config]")[2].partition("[tool.ruff]")[0]
+    lines = [line for line in section.splitlines() if "=" in line]
+    assert len(lines) == len(app_config())
+    assert [line for line in lines if "  # " not in line] == []
+
+
+def test_a_method_has_two_halves() -> None:
+    assert STRATEGIES.names() == CLIENTS.names()
+    for name in STRATEGIES.names():
+        assert STRATEGIES[name].__module__ == f"strategies.{name}"
+        assert CLIENTS[name].__module__ == f"clients.{name}"
+
+
+LOWER = {  # what a folder may import of the others
+    "clients": {"clients", "fedivon_flwr"},
+    "strategies": {"strategies", "fedivon_flwr"},
+    "simulation": {"simulation", "strategies", "clients", "fedivon_flwr"},
+}
+APPS = {"client_app", "server_app", "cli"}
+
+
+@pytest.mark.parametrize("path", sorted(p for f in (*LOWER, "fedivon_flwr") for p in (ROOT / f).rglob("*.py")), ids=str)
+def test_imports_point_one_way(path: Path) -> None:
+    folder = path.relative_to(ROOT).parts[0]
+    pattern = r"^\s*(?:from|import) ((?:clients|strategies|simulation|fedivon_flwr)[\w.]*)(?: import (\w+))?"
+    for module, name in re.findall(pattern, path.read_text(), flags=re.MULTILINE):
+        top = module.split(".")[0]
+        if folder == "fedivon_flwr" and path.stem not in APPS:
+            assert top == "fedivon_flwr", f"{path.name} imports {module}"
+        if folder in LOWER:
+            assert top in LOWER[folder], f"{path.name} imports {module}"
+        imported_app = APPS & {*module.split("."), name}
+        # The launcher starts the ServerApp; nothing else reaches up.
+        assert not imported_app or path.stem in APPS | {"launch"}, f"{path.name} imports {module}"
