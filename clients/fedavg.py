@@ -15,6 +15,7 @@ class Plan(Told):
 
     lr: float
     weight_decay: float = 0.0
+    fused: bool = False
 
 
 class FedAvgClient(TorchClient):
@@ -24,7 +25,7 @@ class FedAvgClient(TorchClient):
         """Adam on the node's data."""
         plan = Plan.model_validate(config)
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        optimizer = torch.optim.Adam(named.values(), lr=plan.lr, weight_decay=plan.weight_decay, fused=True)
+        optimizer = torch.optim.Adam(named.values(), lr=plan.lr, weight_decay=plan.weight_decay, fused=plan.fused)
         losses = []
         for inputs, labels in self.epochs(work):
             optimizer.zero_grad()

@@ -34,6 +34,7 @@ from fedivon_flwr.errors import UserError
 
 FIRST_NODE_ID = 1000  # above the ids that Flower keeps for itself
 PATIENCE_SECONDS = 0.5  # a bunch that lasts longer is broken up
+INLINE_BYTES = 1_500_000
 BUNCH_SECONDS = 0.02  # a call should last at least this long, so that its overhead does not matter
 
 
@@ -358,6 +359,8 @@ def start_ray(address: str | None) -> None:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 runtime_env={"env_vars": {"PYTHONPATH": path}},
+                # Up to this size an object travels inside the call: fetching it from the store takes longer.
+                _system_config=None if address else {"max_direct_call_object_size": INLINE_BYTES},
             )
     except ConnectionError:
         raise UserError(f"There is no Ray cluster at '{address}'; start one with `ray start --head`.") from None

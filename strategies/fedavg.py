@@ -16,6 +16,9 @@ class Options(MethodOptions):
     lr: float = Field(1e-3, gt=0, description="Adam's learning rate in the first round")
     lr_final: float = Field(1e-5, ge=0, description="Adam's learning rate in the last round; linear in between")
     weight_decay: float = Field(2e-4, ge=0, description="Adam's weight decay")
+    fused: bool = Field(
+        False, description="true: PyTorch's fused kernel of Adam, faster and different in the last bits"
+    )
 
 
 class FedAvg(FederatedStrategy):
@@ -30,7 +33,7 @@ class FedAvg(FederatedStrategy):
     def train_config(self, server_round: int) -> dict[str, Any]:
         """Adam's settings; the learning rate decays linearly over the rounds."""
         lr = linear_decay(self.options.lr, self.options.lr_final, server_round, self.num_rounds)
-        return {"lr": lr, "weight-decay": self.options.weight_decay}
+        return {"lr": lr, "weight-decay": self.options.weight_decay, "fused": self.options.fused}
 
     def combine(self, replies: Sequence[Reply], sent: NDArrays) -> NDArrays:
         """``Σ N_k θ_k / Σ N``."""
