@@ -69,27 +69,29 @@ class Worker:
     def __init__(self, client_app: str | ClientApp, run_config: Mapping[str, Any], nodes: int) -> None:
         self.run_config, self.nodes = dict(run_config), nodes
         self.lock = threading.Lock()
-        self.done: list[Outcome] = []  # of the call under way
-        self.started, self.stop = 0, False
+        self.number, self.started = 0, 0  # of the call under way, and of its messages that were begun
+        self.done: list[Outcome] = []
+        self.stopped: set[int] = set()  # calls that shall not begin another message
         self.app = load_app(client_app) if isinstance(client_app, str) else client_app
 
-    def work(self, tasks: Sequence[Task], *contents: RecordDict) -> list[Outcome]:
+    def work(self, number: int, tasks: Sequence[Task], *contents: RecordDict) -> list[Outcome]:
         """Work through some messages, unless told to stop after the one under way."""
-        self.done, self.started, self.stop = [], 0, False
+        with self.lock:
+            self.number, self.started, self.done = number, 0, []
         for task in tasks:
             with self.lock:
-                if self.stop:
+                if number in self.stopped:
                     break
                 self.started += 1
             self.done.append(self._one(task, contents[task.content]))
         return self.done
 
     @ray.method(concurrency_group="beside")
-    def surrender(self) -> tuple[list[Outcome], int]:
-        """Stop after the message under way; what is done, and how many were started. Answered beside `work`."""
+    def surrender(self, number: int) -> tuple[list[Outcome], int]:
+        """Begin no further message of a call; what it has done, and how many were begun. Answered beside `work`."""
         with self.lock:
-            self.stop = True
-            return list(self.done), self.started
+            self.stopped.add(number)
+            return (list(self.done), self.started) if number == self.number else ([], 0)
 
     def _one(self, task: Task, content: RecordDict) -> Outcome:
         began, node = time.perf_counter(), task.metadata.dst_node_id
@@ -120,12 +122,20 @@ def describe(error: BaseException) -> str:
 
 
 @dataclass
+class Call:
+    """Messages that were given to an actor together."""
+
+    number: int
+    result: Any
+    messages: list[Message]
+
+
+@dataclass
 class Actor:
-    """An actor and what it is working on."""
+    """An actor and its calls: the one under way, and maybe a next one, so that it never waits for the driver."""
 
     handle: Any
-    call: Any = None
-    messages: list[Message] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
 
 
 class RayGrid(Grid):
@@ -148,11 +158,11 @@ class RayGrid(Grid):
         self._contents: dict[int, tuple[RecordDict, Any]] = {}  # what the queued messages share, by identity
         self._replies: dict[str, Message] = {}
         self._wanted: set[str] = set()  # messages that nobody has given up on
-        self._suspects: set[str] = set()  # messages whose bunch died: to be tried alone
+        self._suspects: set[str] = set()  # messages that were with one whose process died: to be tried alone
         self._states: dict[int, RecordDict] = {}
         self._seconds: dict[int, float] = {}  # how long a node's last training took
         self._typical = 0.0  # seconds of a message, lately
-        self._count = 0
+        self._count = self._calls = 0
 
     # Flower's Grid
 
@@ -214,23 +224,37 @@ class RayGrid(Grid):
         return kind.options(**options).remote(self._app, *self._arguments)
 
     def _dispatch(self) -> None:
-        """Give queued messages to free actors."""
-        free = [actor for actor in self._actors if actor.call is None]
-        for others, actor in zip(reversed(range(len(free))), free, strict=True):
-            if not self._queue:
-                break
-            share = math.ceil(len(self._queue) / (others + 1))
-            alone = self._queue[0].metadata.message_id in self._suspects
-            actor.messages = [self._queue.popleft() for _ in range(1 if alone else min(share, self._bunch()))]
-            contents = {id(m.content): self._shared(m.content) for m in actor.messages}
-            place = {key: i for i, key in enumerate(contents)}
-            tasks = [
-                Task(m.metadata, place[id(m.content)], self._states.get(m.metadata.dst_node_id) or RecordDict())
-                for m in actor.messages
-            ]
-            actor.call = actor.handle.work.remote(tasks, *contents.values())
+        """Give queued messages to idle actors and, while there are plenty of long ones, one ahead to busy actors."""
+        idle = [actor for actor in self._actors if not actor.calls]
+        for others, actor in zip(reversed(range(len(idle))), idle, strict=True):
+            if self._queue:
+                share = math.ceil(len(self._queue) / (others + 1))
+                self._send(actor, 1 if self._suspect(self._queue[0]) else min(share, self._bunch()))
+        for actor in self._actors:
+            plenty = len(self._queue) > len(self._actors) and self._bunch() == 1
+            if (
+                plenty
+                and len(actor.calls) == 1
+                and not any(map(self._suspect, [self._queue[0], *actor.calls[0].messages]))
+            ):
+                self._send(actor, 1)
         if not self._queue:
             self._contents.clear()
+
+    def _send(self, actor: Actor, count: int) -> None:
+        messages = [self._queue.popleft() for _ in range(count)]
+        contents = {id(m.content): self._shared(m.content) for m in messages}
+        place = {key: i for i, key in enumerate(contents)}
+        tasks = [
+            Task(m.metadata, place[id(m.content)], self._states.get(m.metadata.dst_node_id) or RecordDict())
+            for m in messages
+        ]
+        self._calls += 1
+        result = actor.handle.work.remote(self._calls, tasks, *contents.values())
+        actor.calls.append(Call(self._calls, result, messages))
+
+    def _suspect(self, message: Message) -> bool:
+        return message.metadata.message_id in self._suspects
 
     def _bunch(self) -> int:
         """How many messages make a call long enough."""
@@ -244,25 +268,33 @@ class RayGrid(Grid):
 
     def _collect(self, timeout: float | None) -> None:
         """Wait for a call to end, keep its replies, and give the actor the next messages."""
-        calls = {actor.call: actor for actor in self._actors if actor.call is not None}
+        calls = {call.result: (actor, call) for actor in self._actors for call in actor.calls}
         if not calls:
             return
-        bunches = [actor for actor in calls.values() if len(actor.messages) > 1]
-        patience = PATIENCE_SECONDS if bunches else math.inf
-        left = min(math.inf if timeout is None else timeout, patience)
-        done, _ = ray.wait(list(calls), num_returns=1, timeout=None if left == math.inf else left)
-        if not done and left == patience:
-            self._break_up(bunches)
-        for call in done:
-            actor = calls[call]
+        left = math.inf if timeout is None else timeout
+        waiting = self._not_begun() if any(not actor.calls for actor in self._actors) else []
+        patience = PATIENCE_SECONDS if waiting else math.inf
+        wait = min(left, patience)
+        done, _ = ray.wait(list(calls), num_returns=1, timeout=None if wait == math.inf else wait)
+        if not done and patience <= left:
+            self._break_up(waiting)
+        for result in done:
+            actor, call = calls[result]
             try:
-                outcomes = ray.get(call)
-            except ray.exceptions.RayError as error:  # the actor's process died, with all it was working on
-                outcomes = self._after_crash(actor.messages, error)
-                actor.handle = self._new_actor()
-            self._keep(outcomes)
-            actor.call, actor.messages = None, []
+                self._keep(ray.get(result))
+                actor.calls.remove(call)
+            except ray.exceptions.RayError as error:
+                self._bury(actor, error)
         self._dispatch()
+
+    def _not_begun(self) -> list[tuple[Actor, Call]]:
+        """Calls with messages that wait for others of the same actor."""
+        return [
+            (actor, call)
+            for actor in self._actors
+            for place, call in enumerate(actor.calls)
+            if place > 0 or len(call.messages) > 1
+        ]
 
     def _keep(self, outcomes: Sequence[Outcome]) -> None:
         for reply, state, seconds in outcomes:
@@ -274,26 +306,27 @@ class RayGrid(Grid):
                 if len(state):
                     self._states[node] = state
 
-    def _after_crash(self, messages: Sequence[Message], error: BaseException) -> list[Outcome]:
-        """Of a bunch nobody knows whose fault it was: each gets another try, alone. Who dies alone is lost."""
-        if len(messages) == 1:
-            return [Outcome(crashed(messages[0], error), RecordDict(), 0.0)]
-        again = [message for message in messages if message.metadata.message_id in self._wanted]
+    def _bury(self, actor: Actor, error: BaseException) -> None:
+        """An actor's process died: a message that was alone there is lost, several get another try, each alone."""
+        lost = [message for call in actor.calls for message in call.messages]
+        actor.handle, actor.calls = self._new_actor(), []
+        if len(lost) == 1:
+            self._keep([Outcome(crashed(lost[0], error), RecordDict(), 0.0)])
+            return
+        again = [message for message in lost if message.metadata.message_id in self._wanted]
         self._suspects.update(message.metadata.message_id for message in again)
         self._queue.extendleft(again)
-        return []
 
-    def _break_up(self, bunches: Sequence[Actor]) -> None:
-        """Bunches take unexpectedly long: keep what is done, and give what is not begun to whoever is free."""
-        for actor in bunches:
+    def _break_up(self, waiting: Sequence[tuple[Actor, Call]]) -> None:
+        """Some actor is idle while messages wait for a long one elsewhere: take back what is not begun."""
+        for actor, call in waiting:
             try:
-                outcomes, started = ray.get(actor.handle.surrender.remote())
+                outcomes, begun = ray.get(actor.handle.surrender.remote(call.number))
             except ray.exceptions.RayError:  # it died meanwhile; the next look at its call will find out
                 continue
             self._keep(outcomes)
-            self._queue.extendleft(actor.messages[started:])
-            actor.messages = actor.messages[len(outcomes) : started]
-        self._dispatch()
+            self._queue.extendleft(call.messages[begun:])
+            call.messages = call.messages[len(outcomes) : begun]
 
     def _give_up(self, ids: Iterable[str]) -> None:
         """Drop messages that nobody waits for any more; those under way run to their end unheard."""
