@@ -71,6 +71,8 @@ class LocalData:
     @classmethod
     def of(cls, x: NDArray[Any], y: NDArray[Any], x_test: NDArray[Any], y_test: NDArray[Any]) -> "LocalData":
         """A node's own arrays: uint8 images `(N, H, W, C)` or float data `(N, …)`, labels from 0."""
+        if x.dtype == np.uint8 and x.ndim != 4:
+            raise UserError(f"Images must be uint8 of shape (N, H, W, C), not {x.shape}.")
         train, test = Split(x, y, y), Split(x_test, y_test, y_test)
         channels = x.shape[-1] if x.dtype == np.uint8 else 1
         shape = (channels, *x.shape[1:3]) if x.dtype == np.uint8 else x.shape[1:]
