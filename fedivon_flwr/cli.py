@@ -1,6 +1,7 @@
 """The `fedivon` command: simulate, data, predict, runs."""
 
 import json
+import signal
 import sys
 import tomllib
 from enum import StrEnum
@@ -36,6 +37,7 @@ class Engine(StrEnum):
 
 def main() -> None:
     """Run the command line; bad input ends with one sentence and exit code 2."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
     try:
         app()
     except UserError as error:
@@ -70,12 +72,14 @@ def parse_pair(text: str) -> tuple[str, Any]:
 
 def make_settings(preset: str, pairs: list[str], **overrides: Any) -> Settings:
     """A preset with what the command line changes; paths are made absolute."""
+    import strategies
+
     config = preset_config(preset) | dict(parse_pair(pair) for pair in pairs)
     config |= {key.replace("_", "-"): value for key, value in overrides.items() if value is not None}
     if str(config.get("dataset", "")).endswith(".npz"):
-        config["dataset"] = str(Path(config["dataset"]).resolve())
-    settings = Settings.from_config(config)
-    run_dir = Path(settings.run_dir) if settings.run_dir else new_path(settings)
+        config["dataset"] = str(Path(config["dataset"]).expanduser().resolve())
+    settings = strategies.complete(Settings.from_config(config))
+    run_dir = Path(settings.run_dir).expanduser() if settings.run_dir else new_path(settings)
     return settings.model_copy(update={"run_dir": str(run_dir.resolve())})
 
 

@@ -20,6 +20,5 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):
         return False
-    return all(
-        mallopt(key, value) for key, value in ((M_TRIM_THRESHOLD, NEVER), (M_MMAP_THRESHOLD, 2**30), (M_TOP_PAD, PAD))
-    )
+    wanted = {M_TRIM_THRESHOLD: NEVER, M_MMAP_THRESHOLD: 2**30, M_TOP_PAD: PAD}
+    return all([mallopt(key, value) for key, value in wanted.items()])

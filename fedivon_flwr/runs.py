@@ -14,7 +14,9 @@ Every file is written to one side and then renamed, so that a kill at any moment
 import json
 import os
 import platform
+import shlex
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -180,6 +182,7 @@ def provenance() -> dict[str, Any]:
     """Versions, commit and machine."""
     return {
         "versions": versions(),
+        "command": command(),
         "git_commit": git_commit(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
@@ -197,8 +200,18 @@ def versions() -> dict[str, str]:
     return found
 
 
+def command() -> str:
+    """What was typed; under ``flwr run`` it comes through the environment."""
+    return os.environ.get("FEDIVON_COMMAND") or shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
 def git_commit() -> str | None:
-    """The commit of the code, marked when it has uncommitted changes; None outside a checkout."""
+    """The commit of the code, marked when it has uncommitted changes; None outside a checkout.
+
+    ``flwr run`` ships the code without its history, so there the commit comes through the environment.
+    """
+    if given := os.environ.get("FEDIVON_COMMIT"):
+        return given
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

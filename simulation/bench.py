@@ -32,7 +32,7 @@ from simulation import noop
 from simulation.engine import RayGrid, Resources, ray_grid
 from simulation.launch import CLIENT_APP, environment, federation, flwr_run, superlink, to_toml
 from strategies.aggregation import RULES, Shared, Term, aggregate
-from strategies.base import RoundReport
+from strategies.base import RoundReport, draw
 
 NODES, PER_ROUND = 200, 10
 SIZES = (0.1, 1.0, 10.0)  # megabytes
@@ -220,9 +220,7 @@ def loop(pipe: Any, config: dict[str, Any], number: int, count: int) -> None:
     asked = [
         (server_round, int(client))
         for server_round in range(1, settings.rounds + 1)
-        for client in sorted(
-            np.random.default_rng([settings.seed, server_round]).choice(settings.clients, PER_ROUND, replace=False)
-        )
+        for client in sorted(draw(range(settings.clients), PER_ROUND, settings.seed, server_round))
     ]
     fit(1, 0)
     pipe.send("ready")

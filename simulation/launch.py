@@ -19,6 +19,7 @@ import psutil
 
 import fedivon_flwr
 from fedivon_flwr.errors import UserError
+from fedivon_flwr.runs import command, git_commit
 from fedivon_flwr.settings import Settings
 from simulation.engine import Resources, ray_grid
 from simulation.report import toml_value
@@ -33,7 +34,7 @@ QUIET = {
 
 def with_ray(settings: Settings, resources: Resources) -> None:
     """Run the apps on the Ray engine, in this process."""
-    from fedivon_flwr.server_app import run
+    from simulation.federation import run
 
     logging.getLogger("flwr").setLevel(logging.WARNING)  # the progress line says it already
     with ray_grid(CLIENT_APP, settings.to_config(), settings.clients, resources) as grid:
@@ -43,7 +44,10 @@ def with_ray(settings: Settings, resources: Resources) -> None:
 def with_flwr(settings: Settings, resources: Resources) -> None:
     """Run the apps through ``flwr run``, with a SuperLink of its own that is stopped afterwards."""
     app, run_dir = app_folder(), Path(settings.run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"The run folder '{run_dir}' cannot be made ({error.strerror}); choose another.") from None
     with (
         tempfile.TemporaryDirectory(prefix="fedivon-") as home,
         (run_dir / "flwr.log").open("w") as log,
@@ -70,14 +74,15 @@ def flwr_run(
     connection = f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "{address}"\ninsecure = true\n'
     Path(home, "config.toml").write_text(connection)
     Path(home, "run.toml").write_text(to_toml(config))
-    command = ["flwr", "run", str(app), "here", "--run-config", str(Path(home, "run.toml")), "--stream", *options]
-    subprocess.run(command, env=environment(home), stdout=log, stderr=subprocess.STDOUT, check=False)
+    run_command = ["flwr", "run", str(app), "here", "--run-config", str(Path(home, "run.toml")), "--stream", *options]
+    subprocess.run(run_command, env=environment(home), stdout=log, stderr=subprocess.STDOUT, check=False)
 
 
 def environment(home: str) -> dict[str, str]:
     """For Flower's programs: a private home, no telemetry, and the programs of this Python first."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    return {**os.environ, **QUIET, "FLWR_HOME": home, "PATH": path}
+    about = {"FEDIVON_COMMAND": command(), "FEDIVON_COMMIT": git_commit() or ""}
+    return {**os.environ, **QUIET, **about, "FLWR_HOME": home, "PATH": path}
 
 
 def app_folder() -> Path:
@@ -92,8 +97,11 @@ def app_folder() -> Path:
 def superlink(env: Mapping[str, str], log: TextIO, *options: str) -> Iterator[str]:
     """A SuperLink on a free port of this machine, for this machine; yields its address."""
     port = free_port()
-    command = ["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(port), *options]
-    process = subprocess.Popen(command, env=dict(env), stdout=log, stderr=subprocess.STDOUT)
+    superlink_command = ["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(port), *options]
+    # A session of its own: Ctrl-C is for us, who then stop it and all that it started.
+    process = subprocess.Popen(
+        superlink_command, env=dict(env), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+    )
     try:
         wait_until_healthy(process, port)
         yield f"127.0.0.1:{port}"

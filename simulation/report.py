@@ -1,5 +1,6 @@
 """A finished run for people: report.md with its figures."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,4 +60,4 @@ def toml_value(value: str | float | bool) -> str:
     """A scalar in TOML."""
     if isinstance(value, bool):
         return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else str(value)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value)

@@ -24,9 +24,16 @@ def build(settings: Settings) -> FederatedStrategy:
         clients_per_round=settings.clients_per_round,
         min_replies=settings.min_replies,
         deadline=settings.round_deadline,
+        nodes=settings.clients,
         node_wait=settings.node_wait,
         evaluate_every=settings.evaluate_every if settings.evaluation == "clients" else 0,
         evaluate_clients=settings.clients_per_round,
         seed=settings.seed,
     )
     return kind(options, rounds)  # type: ignore[call-arg,arg-type]
+
+
+def complete(settings: Settings) -> Settings:
+    """The settings with every option of their method, and of no other: what is shipped and written down."""
+    options = build(settings).options.model_dump(by_alias=True)
+    return settings.model_copy(update={"options": {settings.method: options}})

@@ -9,6 +9,8 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from heapq import nsmallest
 from logging import INFO, WARNING
 from typing import Any, ClassVar
 
@@ -36,7 +38,8 @@ class RoundSettings:
     clients_per_round: int = 10
     min_replies: int = 1  # with fewer accepted replies the round is void and the posterior stays
     deadline: float = 3600.0  # seconds until a round closes with the replies that are there
-    node_wait: float = 300.0  # seconds to wait for enough nodes to connect
+    nodes: int = 0  # how many are expected; the first round waits for them
+    node_wait: float = 300.0  # seconds to wait for nodes to connect, or to say who they are
     max_examples: int = 10_000_000  # a client that claims more is refused: it would outweigh the rest
     evaluate_every: int = 0  # rounds between federated evaluations; 0 for none
     evaluate_clients: int = 10
@@ -108,11 +111,13 @@ class FederatedStrategy(Strategy):
     """The common half of all methods' strategies."""
 
     options_type: ClassVar[type[MethodOptions]]
+    options: MethodOptions
 
     def __init__(self, rounds: RoundSettings | None = None) -> None:
         self.rounds = rounds or RoundSettings()
         self.num_rounds = 1
         self.roster = Roster()
+        self._awaited = self.rounds.nodes  # nodes to wait for before the first round
         self._asked: dict[int, int] = {}  # node id → client, of the round under way
         self._sent: NDArrays = {}
         self._refused = self._bytes_up = 0
@@ -126,6 +131,10 @@ class FederatedStrategy(Strategy):
     @abstractmethod
     def train_config(self, server_round: int) -> dict[str, Any]:
         """What the clients are told besides the round and the seed."""
+
+    def evaluate_config(self, server_round: int) -> dict[str, Any]:
+        """What clients that evaluate are told besides the round and the seed."""
+        return self.train_config(server_round)
 
     @abstractmethod
     def combine(self, replies: Sequence[Reply], sent: NDArrays) -> NDArrays:
@@ -161,7 +170,7 @@ class FederatedStrategy(Strategy):
     ) -> Iterable[Message]:
         """Ask the clients of this round to train."""
         self._sent = from_record(arrays)
-        chosen = self._choose(grid, server_round, self.rounds.clients_per_round)
+        chosen = self._choose(grid, server_round, self.rounds.clients_per_round, "train")
         extra = self.train_config(server_round)
         return self._messages(chosen, arrays, config, server_round, MessageType.TRAIN, extra)
 
@@ -188,10 +197,9 @@ class FederatedStrategy(Strategy):
         every = self.rounds.evaluate_every
         if every == 0 or (server_round % every and server_round != self.num_rounds):
             return []
-        chosen = self._choose(grid, server_round, self.rounds.evaluate_clients)
-        return self._messages(
-            chosen, arrays, config, server_round, MessageType.EVALUATE, self.train_config(server_round)
-        )
+        chosen = self._choose(grid, server_round, self.rounds.evaluate_clients, "evaluate")
+        extra = self.evaluate_config(server_round)
+        return self._messages(chosen, arrays, config, server_round, MessageType.EVALUATE, extra)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:  # noqa: ARG002
         """The clients' metrics, averaged by their number of examples."""
@@ -269,18 +277,22 @@ class FederatedStrategy(Strategy):
         result.evaluate_metrics_clientapp[server_round] = metrics
         return {f"clients-{key}": value for key, value in numbers(metrics).items()}
 
-    def _choose(self, grid: Grid, server_round: int, count: int) -> list[tuple[int, int]]:
-        """Draw clients by the run's seed and the round alone, whatever the node ids are."""
+    def _choose(self, grid: Grid, server_round: int, count: int, purpose: str) -> list[tuple[int, int]]:
+        """Draw from the connected clients, once all (or, after `node_wait`, enough) of them are there."""
         give_up = time.monotonic() + self.rounds.node_wait
-        while len(online := self.roster.online(grid, self.rounds.deadline)) < count:
+        while len(online := self.roster.online(grid, self.rounds.node_wait)) < max(count, self._awaited):
             if time.monotonic() > give_up:
+                if len(online) >= count:
+                    log(WARNING, "Going on with %d of %d nodes", len(online), self._awaited)
+                    break
                 raise UserError(
                     f"Only {len(online)} nodes are connected after {self.rounds.node_wait:g} s but a round asks "
                     f"{count}; start more nodes or lower clients-per-round."
                 )
             time.sleep(0.5)
-        generator = np.random.default_rng([self.rounds.seed, server_round])
-        return [online[i] for i in sorted(generator.choice(len(online), count, replace=False))]
+        self._awaited = 0  # who leaves later is not waited for
+        chosen = draw([client for client, _ in online], count, self.rounds.seed, server_round, purpose)
+        return [(client, node) for client, node in online if client in chosen]
 
     def _messages(
         self,
@@ -337,6 +349,24 @@ class FederatedStrategy(Strategy):
     def expected(self, sent: NDArrays) -> NDArrays:
         """Arrays with the keys, shapes and types a reply must have: those that were sent."""
         return sent
+
+
+def draw(clients: Sequence[int], count: int, seed: int, server_round: int, purpose: str = "train") -> set[int]:
+    """Some of the clients, at random by seed and round alone.
+
+    Every client has a random rank of its own and the lowest are drawn, so that a client that is not there changes
+    nothing for the others.
+
+    >>> sorted(draw(range(20), 4, seed=0, server_round=1))
+    [11, 12, 16, 18]
+    >>> sorted(draw(range(12), 4, seed=0, server_round=1) & {11})
+    [11]
+    """
+
+    def rank(client: int) -> bytes:
+        return blake2b(f"{seed}/{server_round}/{purpose}/{client}".encode(), digest_size=8).digest()
+
+    return set(nsmallest(count, clients, key=rank))
 
 
 def unusable(arrays: NDArrays) -> str | None:

@@ -25,6 +25,7 @@ class FedAvg(FederatedStrategy):
     """Averages ``mean/*`` and ``buffer/*``."""
 
     options_type: ClassVar[type[MethodOptions]] = Options
+    options: Options
 
     def __init__(self, options: Options | None = None, rounds: RoundSettings | None = None) -> None:
         super().__init__(rounds)

@@ -50,6 +50,7 @@ class FedIvon(FederatedStrategy):
     """
 
     options_type: ClassVar[type[MethodOptions]] = Options
+    options: Options
 
     def __init__(self, options: Options | None = None, rounds: RoundSettings | None = None) -> None:
         super().__init__(rounds)
@@ -66,6 +67,10 @@ class FedIvon(FederatedStrategy):
         told = self.options.model_dump(by_alias=True, exclude={"rule", "lr_final"})
         lr = linear_decay(self.options.lr, self.options.lr_final, server_round, self.num_rounds)
         return {**told, "lr": lr}
+
+    def evaluate_config(self, server_round: int) -> dict[str, Any]:
+        """As in training, with the ``λ`` that the server's posterior has."""
+        return {**self.train_config(server_round), "ess": self.ess}
 
     def refuse(self, arrays: NDArrays) -> str | None:
         """A precision ``λ (h + δ)`` must be positive."""

@@ -20,9 +20,9 @@ from fedivon_flwr.metrics import score
 from fedivon_flwr.models import build
 from fedivon_flwr.records import to_record
 from fedivon_flwr.runs import Checkpoint, RunFolder, load_arrays, read_json, save_arrays
-from fedivon_flwr.server_app import finish
 from fedivon_flwr.settings import Settings
 from fedivon_flwr.trained import Trained, read_inputs
+from simulation.federation import finish
 
 
 class Ended(NamedTuple):

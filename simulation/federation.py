@@ -1,0 +1,196 @@
+"""A run from its settings to its folder: start or resume, evaluate, keep, report. The same on every grid."""
+
+import time
+from collections.abc import Mapping
+from logging import INFO
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.common.logger import log
+from flwr.serverapp import Grid
+
+import strategies
+from clients import pick_device
+from fedivon_flwr.data import load
+from fedivon_flwr.errors import UserError
+from fedivon_flwr.evaluation import Evaluator
+from fedivon_flwr.models import build
+from fedivon_flwr.records import from_record, to_record
+from fedivon_flwr.runs import Checkpoint, RunFolder, save_arrays, versions, write_json
+from fedivon_flwr.settings import Settings
+from simulation.report import write_report
+from strategies.base import Callback, FederatedStrategy, RoundReport
+
+
+def run(grid: Grid, settings: Settings) -> RunFolder:
+    """Train, or go on where a run was interrupted, and write the run's folder."""
+    settings = strategies.complete(settings)
+    strategy, dataset = strategies.build(settings), load(settings.dataset)
+    model = build(settings.model, dataset.shape, dataset.classes, settings.seed)
+    evaluator = Evaluator(model, dataset, pick_device(settings.device), settings.seed)
+    folder = RunFolder.open(settings)
+    try:
+        if folder.finished:
+            log(INFO, "The run in %s is finished already.", folder.path)
+            return folder
+        checkpoint = folder.resume() or Checkpoint(0, strategy.model_arrays(model), strategy.state())
+        strategy.load_state(checkpoint.state)
+        log(INFO, "Run folder: %s (from round %d)", folder.path, checkpoint.round + 1)
+        result = strategy.start(
+            grid,
+            to_record(checkpoint.arrays),
+            num_rounds=settings.rounds,
+            train_config=ConfigRecord({"local-epochs": settings.local_epochs, "batch-size": settings.batch_size}),
+            evaluate_config=ConfigRecord({"eval-samples": settings.eval_samples}),
+            evaluate_fn=lambda r, arrays: evaluate(evaluator, strategy, settings, r, arrays),
+            first_round=checkpoint.round + 1,
+            callbacks=callbacks(folder, strategy, settings),
+        )
+        assert result.arrays is not None
+        finish(folder, strategy, settings, evaluator, result.arrays)
+    finally:
+        folder.close()
+    return folder
+
+
+def evaluate(
+    evaluator: Evaluator, strategy: FederatedStrategy, settings: Settings, server_round: int, arrays: ArrayRecord
+) -> MetricRecord | None:
+    """Score the global model on the server's test data, in the rounds that are due."""
+    due = server_round % settings.evaluate_every == 0 or server_round == settings.rounds
+    if settings.evaluation != "server" or not due:
+        return None
+    named = from_record(arrays)
+    scores = evaluator.predict(named, strategy.posterior(named), settings.eval_samples, server_round).scores()
+    return MetricRecord({f"{at}-{key}": float(value) for at, values in scores.items() for key, value in values.items()})
+
+
+def callbacks(folder: RunFolder, strategy: FederatedStrategy, settings: Settings) -> list[Callback]:
+    """What happens after each round."""
+
+    def metrics(report: RoundReport, _: ArrayRecord) -> None:
+        folder.append_metrics(row_of(report))
+
+    def checkpoint(report: RoundReport, arrays: ArrayRecord) -> None:
+        if report.round % settings.checkpoint_every == 0 or report.round == report.rounds:
+            folder.save_checkpoint(Checkpoint(report.round, from_record(arrays), strategy.state()))
+
+    found: list[Callback] = [metrics, checkpoint, Progress()]
+    return [*found, TensorBoard(folder)] if settings.tensorboard else found
+
+
+def row_of(report: RoundReport) -> dict[str, Any]:
+    """A line of metrics.jsonl; the scores are nested as in summary.json."""
+    row: dict[str, Any] = {
+        "round": report.round,
+        "train_loss": report.train_loss,
+        "seconds": round(report.seconds, 4),
+        "bytes_up": report.bytes_up,
+        "bytes_down": report.bytes_down,
+        "replies": report.replies,
+        "refused": report.refused,
+    }
+    return row | nested(report.evaluation)
+
+
+def nested(flat: Mapping[str, float]) -> dict[str, Any]:
+    """``mean-accuracy`` as ``{mean: {accuracy: …}}``.
+
+    >>> nested({"mean-ece": 0.1, "clients-mc-ece": 0.2, "clients-loss": 1.0})
+    {'mean': {'ece': 0.1}, 'clients': {'mc': {'ece': 0.2}, 'loss': 1.0}}
+    """
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        *path, name = key.split("-")
+        branch = tree
+        for part in path:
+            branch = branch.setdefault(part, {})
+        branch[name] = value
+    return tree
+
+
+class Progress:
+    """Logs a line every few seconds, for those who watch ``flwr run``."""
+
+    def __init__(self, every: float = 5.0) -> None:
+        self._every, self._began, self._last, self._done = every, time.monotonic(), 0.0, 0
+
+    def __call__(self, report: RoundReport, _: ArrayRecord) -> None:
+        """Count the round."""
+        self._done += 1
+        now = time.monotonic()
+        if now - self._last < self._every and report.round != report.rounds:
+            return
+        self._last = now
+        speed = self._done / max(now - self._began, 1e-9)
+        scores = {key: value for key, value in report.evaluation.items() if key.endswith(("accuracy", "ece"))}
+        log(
+            INFO,
+            "round %d/%d  loss %s  %s  %.1f rounds/s  %.0f s left",
+            report.round,
+            report.rounds,
+            "-" if report.train_loss is None else f"{report.train_loss:.4f}",
+            "  ".join(f"{key} {value:.4f}" for key, value in scores.items()),
+            speed,
+            (report.rounds - report.round) / speed,
+        )
+
+
+class TensorBoard:
+    """Writes the metrics as TensorBoard events."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise UserError(
+                "The key 'tensorboard' is true but the package is not installed: pip install tensorboard."
+            ) from None
+        self._writer = SummaryWriter(folder.path / "tensorboard")
+
+    def __call__(self, report: RoundReport, _: ArrayRecord) -> None:
+        """Write a round."""
+        values = {**report.evaluation, "seconds": report.seconds, "replies": report.replies}
+        if report.train_loss is not None:
+            values["train-loss"] = report.train_loss
+        for key, value in values.items():
+            self._writer.add_scalar(key, value, report.round)
+        self._writer.flush()
+
+
+def finish(
+    folder: RunFolder, strategy: FederatedStrategy, settings: Settings, evaluator: Evaluator, arrays: ArrayRecord
+) -> None:
+    """The final evaluation, the posterior, the report and, last, the summary that says that all is there."""
+    began, named = time.perf_counter(), from_record(arrays)
+    posterior, dataset = strategy.posterior(named), evaluator.dataset
+    described = {
+        "method": settings.method,
+        "model": settings.model,
+        "shape": list(dataset.shape),
+        "classes": dataset.classes,
+        "mean": list(dataset.mean),
+        "std": list(dataset.std),
+        "seed": settings.seed,
+        "settings": settings.record(),
+        **strategy.scale(),
+    }
+    save_arrays(folder.path / "posterior.safetensors", named, described)
+    predictions = None
+    if settings.evaluation == "server":
+        log(INFO, "Final evaluation with %d weight samples", settings.test_samples if posterior else 0)
+        predictions = evaluator.predict(named, posterior, settings.test_samples)
+    rows = folder.metrics()
+    summary = {
+        "method": settings.method,
+        "dataset": settings.dataset,
+        "seed": settings.seed,
+        "rounds": settings.rounds,
+        "clients": settings.clients,
+        "settings": settings.record(),
+        "versions": versions(),
+        "seconds": round(sum(row["seconds"] for row in rows) + time.perf_counter() - began, 2),
+        "metrics": predictions.scores() if predictions else {},
+    }
+    write_report(folder.path, summary, rows, predictions)
+    write_json(folder.path / "summary.json", summary)
