@@ -72,9 +72,11 @@ def _model(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
 def pick_device(name: str) -> torch.device:
     """The device that a setting names; ``auto`` is the GPU where there is one."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(
-            f"The key 'device' is '{name}' but this machine has no GPU that PyTorch can use; use 'auto' or 'cpu'."
+            f"The key 'device' is '{name}' but this process sees no GPU that PyTorch can use; use 'auto' or 'cpu', "
+            "or give virtual clients a share with --client-gpus."
         )
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False  # the same seed, the same numbers
     return torch.device(name)

@@ -108,8 +108,8 @@ class TorchClient(NumPyClient):
         return None
 
     def get_parameters(self, config: dict[str, Any]) -> list[NDArray[Any]]:  # noqa: ARG002
-        """The model as it is."""
-        return list(model_arrays(self.model, 0.0 if self.has_hess else None).values())
+        """The model as it is, with a Hessian of 1 where the method has one."""
+        return list(model_arrays(self.model, 1.0 if self.has_hess else None).values())
 
     def fit(
         self, parameters: list[NDArray[Any]], config: dict[str, Any]
@@ -183,7 +183,7 @@ class TorchClient(NumPyClient):
 def mean_loss(losses: list[tuple[Tensor, int]]) -> float:
     """The mean over examples of the batches' mean losses, read from the device at the end only."""
     total = sum(size for _, size in losses)
-    return float(sum(loss.detach().double() * size for loss, size in losses) / total)
+    return float(sum(loss.double() * size for loss, size in losses) / total)
 
 
 # Messages in, `NumPyClient` calls, messages out: for any ClientApp

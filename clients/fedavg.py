@@ -32,5 +32,5 @@ class FedAvgClient(TorchClient):
             loss = cross_entropy(self.model(inputs), labels)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-            losses.append((loss, len(labels)))
+            losses.append((loss.detach(), len(labels)))
         return {MEAN + name: to_numpy(p) for name, p in named.items()}, mean_loss(losses)

@@ -38,6 +38,7 @@ class Engine(StrEnum):
 def main() -> None:
     """Run the command line; bad input ends with one sentence and exit code 2."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
+    sys.path.append(str(Path.cwd()))  # for model = "package.module:function"
     try:
         app()
     except UserError as error:
@@ -99,13 +100,17 @@ def simulate(
     ] = None,
     engine: Annotated[Engine, typer.Option(help="ray: our engine; flwr: Flower's `flwr run`.")] = Engine.RAY,
     client_cpus: Annotated[float, typer.Option(min=0.0, help="CPUs of a virtual client.")] = 1.0,
-    client_gpus: Annotated[float, typer.Option(min=0.0, help="GPUs of a virtual client, e.g. 0.25.")] = 0.0,
+    client_gpus: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="GPUs of a virtual client, e.g. 0.25 (default: this machine's, shared)."),
+    ] = None,
     ray_address: Annotated[str | None, typer.Option(help="Address of a running Ray cluster to join.")] = None,
 ) -> None:
     """Train with virtual clients and show the scores."""
-    from simulation.engine import Resources
+    from simulation.engine import Resources, gpu_share
 
-    resources = Resources(client_cpus, client_gpus, ray_address)
+    share = gpu_share(client_cpus) if client_gpus is None else client_gpus
+    resources = Resources(client_cpus, share, ray_address)
     every = [
         make_settings(preset, set_ or [], method=m, seed=seed, rounds=rounds, run_dir=run_dir)
         for m in method or (None,)
@@ -154,7 +159,7 @@ def launch(settings: Settings, engine: Engine, resources: Any) -> None:
 
 def show_scores(folders: list[Path], names: list[str] | None = None) -> None:
     """A table of the scores of finished runs, by their names where these tell them apart."""
-    from simulation.report import SCORES, rows_of
+    from simulation.report import SCORES, number, rows_of
 
     summaries = [read_json(folder / "summary.json") for folder in folders]
     table = Table(title=", ".join(sorted({describe(summary) for summary in summaries})))
@@ -164,7 +169,7 @@ def show_scores(folders: list[Path], names: list[str] | None = None) -> None:
         table.add_column(label, justify="right")
     for name, summary in zip(names or [""] * len(summaries), summaries, strict=True):
         for label, scores in rows_of(summary):
-            table.add_row(*([name] if name else []), label, *(f"{scores[key]:.4f}" for key in SCORES))
+            table.add_row(*([name] if name else []), label, *(number(scores[key]) for key in SCORES))
     out.print(table)
 
 
@@ -240,12 +245,13 @@ def predict(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the weight samples.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="All probabilities as JSON instead of a table.")] = False,
     limit: Annotated[int, typer.Option(min=0, help="Rows of the table; 0 for all.")] = 20,
+    model: Annotated[str | None, typer.Option(help="package.module:function of a model that you trust.")] = None,
 ) -> None:
     """Class probabilities and predictive entropy (in nats) of a trained posterior."""
     from fedivon_flwr.metrics import entropy
     from fedivon_flwr.trained import Trained, read_inputs
 
-    trained = Trained.load(posterior)
+    trained = Trained.load(posterior, model)
     names, x = read_inputs(inputs, trained.shape)
     probabilities = trained.predict(x, samples, seed)
     uncertainty = entropy(probabilities)
@@ -275,6 +281,8 @@ def runs_list(
     folder: Annotated[Path | None, typer.Argument(help="Where the runs are (default: runs/).")] = None,
 ) -> None:
     """All runs with their state and accuracy."""
+    from simulation.report import number
+
     table = Table("run", "method", "data", "seed", "rounds", "accuracy", "ECE")
     for path in run_folders(folder or runs_folder()):
         config, summary = read_json(path / "settings.json"), read_json(path / "summary.json")
@@ -283,7 +291,7 @@ def runs_list(
         scores = (summary or {}).get("metrics", {})
         last = scores.get("mc") or scores.get("mean") or {}
         state = f"{config['rounds']}" if summary else f"{done} of {config['rounds']}"
-        cells = [f"{last[key]:.4f}" if key in last else "-" for key in ("accuracy", "ece")]
+        cells = [number(last.get(key)) for key in ("accuracy", "ece")]
         table.add_row(path.name, config["method"], Path(config["dataset"]).stem, str(config["seed"]), state, *cells)
     out.print(table)
 

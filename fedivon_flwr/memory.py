@@ -21,4 +21,5 @@ def keep_freed_memory() -> bool:
     except (OSError, AttributeError):
         return False
     wanted = {M_TRIM_THRESHOLD: NEVER, M_MMAP_THRESHOLD: 2**30, M_TOP_PAD: PAD}
-    return all([mallopt(key, value) for key, value in wanted.items()])
+    set_ = [mallopt(key, value) for key, value in wanted.items()]  # all of them, even if one is refused
+    return all(set_)

@@ -51,6 +51,7 @@ class Ivon(IVON):  # type: ignore[misc]  # ivon-opt has no types
     ) -> None:
         super().__init__(trainable(params), **(settings or IvonSettings()).model_dump())
         self._shift: list[Tensor | None] = [None] * len(self.param_groups)  # m0; None is zero
+        self._base: list[Tensor | None] = [None] * len(self.param_groups)  # h0, the Hessian of a prior that was given
         self._pull: list[float | Tensor] = [group["weight_decay"] for group in self.param_groups]  # s
         self._temperature = 1.0  # β
         self._precision = [group["hess"] + pull for group, pull in zip(self.param_groups, self._pull, strict=True)]
@@ -81,20 +82,23 @@ class Ivon(IVON):  # type: ignore[misc]  # ivon-opt has no types
         self._temperature = temperature
         means, hessians = self._per_group(mean), self._per_group(hess)
         for i, group in enumerate(self.param_groups):
-            self._shift[i] = means[i].to(self._device, self._dtype, copy=True)
-            precision = hessians[i].to(self._device, self._dtype) + group["weight_decay"]
+            shift = self._shift[i] = means[i].to(self._device, self._dtype, copy=True)
+            base = self._base[i] = hessians[i].to(self._device, self._dtype, copy=True)
+            precision = base + group["weight_decay"]
             # At β = 0 and β = ∞ the formulas are taken to their limits, which use `precision` itself.
-            self._pull[i] = precision * temperature if 0 < temperature < math.inf else precision
+            self._pull[i] = precision * temperature if self._proper else precision
             group["hess"] = torch.zeros_like(precision)
-            write(group["params"], means[i])
+            write(group["params"], shift)
         self._new_precision()
 
     def hess(self) -> Tensor:
         """What goes on the wire, ``Λ/λ − δ``: ``h`` itself, or ``h0 + h/β`` under a prior given by `use_prior`."""
         parts = []
-        for group, shift, precision in zip(self.param_groups, self._shift, self._precision, strict=True):
-            scale = self._temperature if self._proper else 1.0
-            parts.append(group["hess"] if shift is None else precision / scale - group["weight_decay"])
+        for group, base in zip(self.param_groups, self._base, strict=True):
+            if base is None:
+                parts.append(group["hess"])
+            else:
+                parts.append(base + group["hess"] / self._temperature if self._proper else base)
         return torch.cat(parts)
 
     def mean(self) -> Tensor:
@@ -211,10 +215,13 @@ def clip(step: Tensor, radius: float) -> Tensor:
 
 def trainable(params: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Parameter groups without their frozen parameters."""
-    groups = list(params)
-    if groups and not isinstance(groups[0], dict):
-        groups = [{"params": groups}]
-    return [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]  # type: ignore[dict-item,index]
+    given: list[Any] = list(params)
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    kept = []
+    for group in groups:
+        members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        kept.append({**group, "params": [p for p in members if p.requires_grad]})
+    return kept
 
 
 def write(params: list[nn.Parameter], flat: Tensor) -> None:

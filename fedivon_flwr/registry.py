@@ -57,7 +57,7 @@ class Plugins(Generic[T]):
         self.kind, self.package, self.base = kind, package, base
 
     def names(self) -> list[str]:
-        """The files of the package that define a subclass of `base`, found without importing them all."""
+        """The files of the package that stand for a method, found without importing them all."""
         path = import_module(self.package).__path__
         return sorted(m.name for m in pkgutil.iter_modules(path) if m.name not in ("base", "aggregation"))
 
@@ -66,7 +66,10 @@ class Plugins(Generic[T]):
             raise UserError(unknown(self.kind, name, self.names()))
         module = import_module(f"{self.package}.{name}")
         classes = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
-        return next(c for c in classes if issubclass(c, self.base))  # type: ignore[arg-type,return-value]
+        for found in classes:
+            if issubclass(found, self.base):  # type: ignore[arg-type]
+                return found  # type: ignore[return-value]
+        raise UserError(f"The file {self.package}/{name}.py has no subclass of {self.base.__name__}.")  # type: ignore[attr-defined]
 
 
 def unknown(kind: str, name: str, known: Mapping[str, object] | list[str]) -> str:

@@ -8,10 +8,12 @@
     summary.json             method, data, settings, scores; its presence says that the run is finished
     report.md, *.png         the same for people
 
-Every file is written to one side and then renamed, so that a kill at any moment leaves the old or the new one.
+Files are written to one side and then renamed, so that a kill at any moment leaves the old or the new one; only
+metrics.jsonl is appended to, and a line that was cut off is passed over.
 """
 
 import json
+import math
 import os
 import platform
 import shlex
@@ -56,7 +58,7 @@ class RunFolder:
     @classmethod
     def open(cls, settings: Settings) -> "RunFolder":
         """A new folder, or the one that `run-dir` names: continued when its settings agree, refused otherwise."""
-        path = Path(settings.run_dir) if settings.run_dir else new_path(settings)
+        path = (Path(settings.run_dir) if settings.run_dir else new_path(settings)).resolve()
         refuse(path, settings)  # before anything is written there
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -103,7 +105,7 @@ class RunFolder:
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         """Add a round."""
         with (self.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(to_json(row) + "\n")
 
     def save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Write a checkpoint, then drop the oldest."""
@@ -241,7 +243,20 @@ def load_arrays(path: Path) -> tuple[NDArrays, dict[str, Any]]:
 
 def write_json(path: Path, value: Any) -> None:
     """JSON for people and programs."""
-    write_bytes(path, (json.dumps(value, indent=2) + "\n").encode())
+    write_bytes(path, (to_json(value, indent=2) + "\n").encode())
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Valid JSON: what is not a finite number (of a model that diverged, say) becomes null."""
+
+    def clean(part: Any) -> Any:
+        if isinstance(part, Mapping):
+            return {key: clean(inner) for key, inner in part.items()}
+        if isinstance(part, list | tuple):
+            return [clean(inner) for inner in part]
+        return None if isinstance(part, float) and not math.isfinite(part) else part
+
+    return json.dumps(clean(value), indent=indent, allow_nan=False)
 
 
 def read_json(path: Path) -> Any:

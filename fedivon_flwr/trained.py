@@ -35,13 +35,21 @@ class Trained:
     std: tuple[float, ...]
 
     @classmethod
-    def load(cls, path: Path) -> "Trained":
-        """From posterior.safetensors, or from the run's folder that holds it."""
+    def load(cls, path: Path, trusted: str | None = None) -> "Trained":
+        """From posterior.safetensors, or from the run's folder that holds it.
+
+        A file that names a model outside of this project would run code of its choice; it must be named as `trusted`.
+        """
         arrays, about = load_arrays(path / "posterior.safetensors" if path.is_dir() else path)
         if "model" not in about:
             raise UserError(f"The file '{path}' is a checkpoint of an unfinished run; finish the run first.")
-        shape = tuple(about["shape"])
-        model = build(about["model"], shape, about["classes"], seed=0)
+        if ":" in about["model"] and about["model"] != trusted:
+            raise UserError(
+                f"The file '{path}' wants to run the function '{about['model']}' for its model; if you trust it, "
+                f"say --model {about['model']}."
+            )
+        shape = tuple(int(side) for side in about["shape"])
+        model = build(about["model"], shape, int(about["classes"]), seed=0)
         load_model(model, arrays)
         posterior = None
         if any(key.startswith(HESS) for key in arrays):

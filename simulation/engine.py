@@ -23,6 +23,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import ray
+import torch
 from flwr.app import Context, Error, Message, Metadata, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
@@ -91,7 +92,9 @@ class Worker:
         """Begin no further message of a call; what it has done, and how many were begun. Answered beside `work`."""
         with self.lock:
             self.stopped.add(number)
-            return (list(self.done), self.started) if number == self.number else ([], 0)
+            if number == self.number:
+                return list(self.done), self.started
+            return [], 0 if number > self.number else sys.maxsize  # still to come, or over: its result is on the way
 
     def _one(self, task: Task, content: RecordDict) -> Outcome:
         began, node = time.perf_counter(), task.metadata.dst_node_id
@@ -321,8 +324,8 @@ class RayGrid(Grid):
         """Some actor is idle while messages wait for a long one elsewhere: take back what is not begun."""
         for actor, call in waiting:
             try:
-                outcomes, begun = ray.get(actor.handle.surrender.remote(call.number))
-            except ray.exceptions.RayError:  # it died meanwhile; the next look at its call will find out
+                outcomes, begun = ray.get(actor.handle.surrender.remote(call.number), timeout=PATIENCE_SECONDS)
+            except ray.exceptions.RayError:  # it died meanwhile, or is still starting: the next look will tell
                 continue
             self._keep(outcomes)
             self._queue.extendleft(call.messages[begun:])
@@ -343,6 +346,12 @@ def crashed(message: Message, error: BaseException) -> Message:
     """The reply on behalf of a client whose process died."""
     reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
     return Message(Error(ErrorCode.CLIENT_APP_CRASHED, f"the client's process died: {reason}"), reply_to=message)
+
+
+def gpu_share(cpus: float) -> float:
+    """This machine's GPUs, divided among as many clients as its CPUs carry at once."""
+    actors = max(1, int((os.cpu_count() or 1) / cpus)) if cpus else 1
+    return torch.cuda.device_count() / actors
 
 
 def capacity(resources: Resources) -> int:
@@ -387,7 +396,7 @@ def start_ray(address: str | None) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # about GPUs and num_gpus=0: what it does now is right
             ray.init(
-                address=address,
+                address=address or "local",  # without an address Ray would join whatever cluster it finds
                 include_dashboard=None if address else False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,

@@ -1,7 +1,7 @@
 """A run from its settings to its folder: start or resume, evaluate, keep, report. The same on every grid."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from logging import INFO
 from typing import Any
 
@@ -190,7 +190,16 @@ def finish(
         "settings": settings.record(),
         "versions": versions(),
         "seconds": round(sum(row["seconds"] for row in rows) + time.perf_counter() - began, 2),
-        "metrics": predictions.scores() if predictions else {},
+        "metrics": predictions.scores() if predictions else clients_scores(rows, settings),
     }
     write_report(folder.path, summary, rows, predictions)
     write_json(folder.path / "summary.json", summary)
+
+
+def clients_scores(rows: Sequence[Mapping[str, Any]], settings: Settings) -> dict[str, Any]:
+    """The scores of the last evaluation on the nodes, in the form of the server's own."""
+    last: Mapping[str, Any] = next((row["clients"] for row in reversed(rows) if "clients" in row), {})
+    found = {at: dict(last[at]) for at in ("mean", "mc") if at in last}
+    if "mc" in found:
+        found["mc"]["samples"] = settings.eval_samples
+    return found

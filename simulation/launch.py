@@ -82,7 +82,8 @@ def environment(home: str) -> dict[str, str]:
     """For Flower's programs: a private home, no telemetry, and the programs of this Python first."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     about = {"FEDIVON_COMMAND": command(), "FEDIVON_COMMIT": git_commit() or ""}
-    return {**os.environ, **QUIET, **about, "FLWR_HOME": home, "PATH": path}
+    modules = os.pathsep.join(p for p in (os.environ.get("PYTHONPATH"), str(Path.cwd())) if p)  # a user's own model
+    return {**os.environ, **QUIET, **about, "FLWR_HOME": home, "PATH": path, "PYTHONPATH": modules}
 
 
 def app_folder() -> Path:

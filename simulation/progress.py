@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fedivon_flwr.runs import read_metrics
 from fedivon_flwr.settings import Settings
+from simulation.report import number
 
 POLL_SECONDS = 0.5
 LINE_SECONDS = 10.0  # between lines where there is no terminal to redraw
@@ -67,7 +68,7 @@ class Watch:
         words = []
         if scored := next((row for row in reversed(rows) if "mean" in row), None):
             best = scored.get("mc", scored["mean"])
-            words.append(f"accuracy {best['accuracy']:.3f}  ECE {best['ece']:.3f}")
+            words.append(f"accuracy {number(best['accuracy'], 3)}  ECE {number(best['ece'], 3)}")
         elif rows[-1]["train_loss"] is not None:
             words.append(f"loss {rows[-1]['train_loss']:.3f}")
         if done == self.settings.rounds:

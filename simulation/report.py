@@ -21,12 +21,17 @@ def rows_of(summary: Mapping[str, Any]) -> list[tuple[str, dict[str, float]]]:
     return [(f"{name}@mean", found["mean"]), (f"{name} ({found['mc']['samples']} samples)", found["mc"])]
 
 
+def number(value: float | None, digits: int = 4) -> str:
+    """A score for people; None stands for what is not a number."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
 def markdown_table(summaries: Sequence[Mapping[str, Any]]) -> str:
     """Scores of runs as a Markdown table."""
     lines = ["| | " + " | ".join(SCORES.values()) + " |", "|---" * (len(SCORES) + 1) + "|"]
     for summary in summaries:
         for name, scores in rows_of(summary):
-            lines.append(f"| {name} | " + " | ".join(f"{scores[key]:.4f}" for key in SCORES) + " |")
+            lines.append(f"| {name} | " + " | ".join(number(scores[key]) for key in SCORES) + " |")
     return "\n".join(lines)
 
 

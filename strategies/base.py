@@ -28,6 +28,7 @@ from fedivon_flwr.settings import MethodOptions
 from strategies.aggregation import weighted_mean
 
 PARTITION_ID = "partition-id"
+MOST_VOID_ROUNDS = 10  # in a row; then the run ends
 LARGEST = 1e15  # absolute value that is accepted in a reply
 
 
@@ -121,6 +122,7 @@ class FederatedStrategy(Strategy):
         self._asked: dict[int, int] = {}  # node id → client, of the round under way
         self._sent: NDArrays = {}
         self._refused = self._bytes_up = 0
+        self._reason = ""  # of the last refusal
 
     # What a method decides
 
@@ -188,6 +190,9 @@ class FederatedStrategy(Strategy):
             )
             return None, None
         combined = self.combine(accepted, self._sent)
+        if reason := unusable(combined):
+            log(WARNING, "Round %d is void: of the outcome, %s", server_round, reason)
+            return None, None
         return to_record(combined), mean_metrics(accepted)
 
     def configure_evaluate(
@@ -222,7 +227,7 @@ class FederatedStrategy(Strategy):
         """Flower's `start`, which can also begin at a later round (resume) and reports every round."""
         self.num_rounds = num_rounds
         deadline = self.rounds.deadline if timeout is None else timeout
-        result, arrays = Result(), initial_arrays
+        result, arrays, void = Result(), initial_arrays, 0
         result.arrays = arrays
         for server_round in range(first_round, num_rounds + 1):
             began = time.perf_counter()
@@ -232,8 +237,8 @@ class FederatedStrategy(Strategy):
             refused, accepted, bytes_up = self._refused, len(replies) - self._refused, self._bytes_up
             if combined is not None:
                 result.arrays = arrays = combined
-            elif server_round == 1:
-                raise_if_all_failed(replies)
+            void = 0 if combined is not None else void + 1
+            self._stop_if_hopeless(server_round, void)
             if metrics is not None:
                 result.train_metrics_clientapp[server_round] = metrics
             evaluation = self._evaluate(server_round, arrays, evaluate_config or ConfigRecord(), grid, deadline, result)
@@ -256,6 +261,13 @@ class FederatedStrategy(Strategy):
         return result
 
     # Steps of a round
+
+    def _stop_if_hopeless(self, server_round: int, void: int) -> None:
+        """End a run whose every client failed in the very first round, or that has got nowhere for long."""
+        if (server_round == 1 and void and self._refused) or void == MOST_VOID_ROUNDS:
+            raise UserError(
+                f"No reply could be used in {void} round(s), the last because of: {self._reason or 'silence'}."
+            )
 
     def _evaluate(
         self,
@@ -320,7 +332,7 @@ class FederatedStrategy(Strategy):
                 self._bytes_up += nbytes(reply.arrays)
                 continue
             self._refused += 1
-            reason = "it answered twice" if isinstance(reply, Reply) else reply
+            reason = self._reason = "it answered twice" if isinstance(reply, Reply) else reply
             log(WARNING, "Refused the reply of client %s: %s", "?" if client is None else client, reason)
         return [accepted[client] for client in sorted(accepted)]
 
@@ -407,12 +419,6 @@ def average(replies: Sequence[Reply], keys: Sequence[str]) -> NDArrays:
     """``Σ w_k x_k`` for each of the keys."""
     share = weights(replies)
     return {key: weighted_mean(share, [tensor(reply.arrays[key]) for reply in replies]).numpy() for key in keys}
-
-
-def raise_if_all_failed(replies: Sequence[Message]) -> None:
-    """End a run whose every client failed in the very first round: it is not going to get better."""
-    if replies and all(reply.has_error() for reply in replies):
-        raise UserError(f"All clients of the first round failed; the first said: {replies[0].error.reason}")
 
 
 def linear_decay(first: float, last: float, server_round: int, num_rounds: int) -> float:

@@ -1,11 +1,14 @@
 """FedIvon, the server half: the clients' Gaussians become one (Pal et al. 2024, Algorithm 1 and section 3.2)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
+from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.serverapp import Grid
 from pydantic import Field
 from torch import nn
 
+from fedivon_flwr.errors import UserError
 from fedivon_flwr.posterior import DiagGaussian
 from fedivon_flwr.records import HESS, MEAN, NDArrays, flat, model_arrays, tensor
 from fedivon_flwr.settings import MethodOptions
@@ -45,7 +48,7 @@ class Options(MethodOptions):
 class FedIvon(FederatedStrategy):
     """Aggregates posteriors that arrive as ``mean/*`` and ``hess/*`` arrays.
 
-    Start it from `initial_arrays(model)`; the clients are `clients.fedivon.FedIvonClient` or anything that
+    Start it from `initial_arrays(model, hess=h0)`; the clients are `clients.fedivon.FedIvonClient` or anything that
     keeps to the wire contract.
     """
 
@@ -67,6 +70,14 @@ class FedIvon(FederatedStrategy):
         told = self.options.model_dump(by_alias=True, exclude={"rule", "lr_final"})
         lr = linear_decay(self.options.lr, self.options.lr_final, server_round, self.num_rounds)
         return {**told, "lr": lr}
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask the clients of this round to train, from a posterior."""
+        if any(HESS + key.removeprefix(MEAN) not in arrays for key in arrays if key.startswith(MEAN)):
+            raise UserError("FedIvon starts from means and Hessians: use initial_arrays(model, hess=1.0).")
+        return super().configure_train(server_round, arrays, config, grid)
 
     def evaluate_config(self, server_round: int) -> dict[str, Any]:
         """As in training, with the ``λ`` that the server's posterior has."""
@@ -99,8 +110,10 @@ class FedIvon(FederatedStrategy):
         self.ess = ess
         return means | hessians | average(replies, [key for key in sent if not key.startswith((MEAN, HESS))])
 
-    def posterior(self, arrays: NDArrays) -> DiagGaussian:
-        """``N(m, 1/(λ (h + δ)))``."""
+    def posterior(self, arrays: NDArrays) -> DiagGaussian | None:
+        """``N(m, 1/(λ (h + δ)))``; None while ``λ`` is not known."""
+        if not self.ess:
+            return None
         return DiagGaussian.from_hess(flat(arrays, MEAN), flat(arrays, HESS), self.ess, self.options.weight_decay)
 
     def scale(self) -> dict[str, float]:

@@ -332,7 +332,7 @@ def test_an_unknown_method_is_said() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
 def test_a_gpu_that_is_not_there_is_said(device: str) -> None:
-    with pytest.raises(UserError, match=rf"'device' is '{device}' but this machine has no GPU"):
+    with pytest.raises(UserError, match=rf"'device' is '{device}' but this process sees no GPU"):
         clients.build(settings(device=device), {})
 
 

@@ -19,6 +19,7 @@ from fedivon_flwr import cli
 from fedivon_flwr.data import DATASETS, load
 from fedivon_flwr.runs import Checkpoint, RunFolder, load_arrays, read_json
 from fedivon_flwr.settings import Settings
+from strategies.fedivon import Options
 
 
 class Ended(NamedTuple):
@@ -168,7 +169,8 @@ def test_settings_from_a_file_and_from_words(tmp_path: Path) -> None:
     pairs = ["rounds=6", "fedivon.rule=lp", "alpha = 1e-1", "tensorboard=true"]
     settings = cli.make_settings(str(tmp_path / "own.toml"), pairs, rounds=7, method=None, run_dir=str(tmp_path / "x"))
     assert (settings.rounds, settings.alpha, settings.tensorboard, settings.method) == (7, 0.1, True, "fedivon")
-    assert settings.options == {"fedivon": {"lr": 0.5, "rule": "lp"}}
+    assert settings.options.keys() == {"fedivon"}
+    assert settings.options["fedivon"] == Options(lr=0.5, rule="lp").model_dump(by_alias=True)
     assert settings.run_dir == str(tmp_path / "x")
 
 

@@ -304,3 +304,13 @@ def test_a_posterior_of_another_model(run: Path, npz: Path, tmp_path: Path, fedi
     arrays, about = load_arrays(run / "posterior.safetensors")
     save_arrays(tmp_path / "odd.safetensors", arrays, {**about, "model": "nope"})
     assert_refused(fedivon("predict", tmp_path / "odd.safetensors", npz), "Unknown model 'nope'", "mlp")
+
+
+def test_a_file_cannot_make_us_run_code(tmp_path: Path) -> None:
+    """A model outside of this project is imported only when the user names it."""
+    hostile = {"model": "os:system", "shape": [1, 8, 8], "classes": 10, "mean": [0.5], "std": [0.5]}
+    save_arrays(tmp_path / "posterior.safetensors", {"mean/w": np.zeros(1, np.float32)}, hostile)
+    with pytest.raises(UserError, match="--model os:system"):
+        Trained.load(tmp_path)
+    with pytest.raises(UserError, match="--model os:system"):
+        Trained.load(tmp_path, "other:function")

@@ -1,0 +1,118 @@
+"""A run from its settings to its folder, on an in-process grid, and what is written down about it."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from grid import LocalGrid
+
+import strategies
+from fedivon_flwr.cli import PRESETS, make_settings
+from fedivon_flwr.errors import UserError
+from fedivon_flwr.runs import to_json
+from fedivon_flwr.settings import Settings, flatten
+from simulation.federation import run
+from strategies.base import draw
+
+SMALL: dict[str, Any] = {
+    "clients": 6,
+    "clients-per-round": 3,
+    "rounds": 4,
+    "evaluate-every": 2,
+    "eval-samples": 2,
+    "test-samples": 3,
+    "local-epochs": 1,
+    "partitioner": "iid",
+}
+
+
+def settings(path: Path, **changes: Any) -> Settings:
+    return Settings.from_config({**SMALL, "run-dir": str(path), **changes})
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_writes_all_that_it_promises(tmp_path: Path) -> None:
+    chosen = settings(tmp_path / "run")
+    run(LocalGrid(chosen.to_config(), chosen.clients), chosen)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert set(summary) == {
+        *("method", "dataset", "seed", "rounds", "clients", "settings", "versions", "seconds", "metrics")
+    }
+    assert set(summary["metrics"]["mean"]) == {"accuracy", "ece", "nll", "brier"}
+    assert summary["metrics"]["mc"]["samples"] == 3
+    found = rows(tmp_path / "run")
+    assert [row["round"] for row in found] == [1, 2, 3, 4]
+    for row in found:
+        assert {"round", "train_loss", "seconds", "bytes_up", "bytes_down", "replies", "refused"} <= set(row)
+        assert ("mean" in row) == (row["round"] % 2 == 0)
+        assert row["bytes_up"] == row["bytes_down"] > 0
+    assert (tmp_path / "run" / "report.md").exists()
+    assert "run-dir" not in summary["settings"]
+
+
+def test_evaluation_on_the_nodes_ends_up_in_the_summary(tmp_path: Path) -> None:
+    chosen = settings(tmp_path / "run", evaluation="clients", **{"fedivon.ess": "local"})
+    run(LocalGrid(chosen.to_config(), chosen.clients), chosen)
+    metrics = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
+    assert 0 <= metrics["mean"]["accuracy"] <= 1
+    assert metrics["mc"]["samples"] == 2
+    assert rows(tmp_path / "run")[-1]["clients"]["mc"]["nll"] == metrics["mc"]["nll"]
+
+
+def test_tensorboard_events_are_written(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the extra 'tensorboard' is not installed")
+    chosen = settings(tmp_path / "run", tensorboard=True)
+    run(LocalGrid(chosen.to_config(), chosen.clients), chosen)
+    assert list((tmp_path / "run" / "tensorboard").glob("events*"))
+
+
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
+
+
+@pytest.mark.parametrize("method", ["fedivon", "fedavg"])
+@pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.toml")))
+def test_what_flower_makes_of_the_config_is_what_we_sent(preset: str, method: str, tmp_path: Path) -> None:
+    """``flwr run`` fills in the defaults of pyproject.toml: no option may be left to it."""
+    ours = make_settings(preset, [], method=method, run_dir=str(tmp_path / "run"))
+    defaults = dict(flatten(tomllib.loads(PYPROJECT.read_text())["tool"]["flwr"]["app"]["config"]))
+    fused = strategies.complete(Settings.from_config(defaults | ours.to_config()))
+    assert fused == ours
+    assert {key for key in ours.to_config() if "." in key} == {
+        f"{method}.{key}" for key in strategies.STRATEGIES[method].options_type().model_dump(by_alias=True)
+    }
+
+
+def test_who_is_away_changes_nothing_for_the_others() -> None:
+    for server_round in range(1, 50):
+        everyone = draw(range(30), 6, seed=3, server_round=server_round)
+        away = min(set(range(30)) - everyone)
+        assert draw([c for c in range(30) if c != away], 6, seed=3, server_round=server_round) == everyone
+        taken = min(everyone)
+        without = draw([c for c in range(30) if c != taken], 6, seed=3, server_round=server_round)
+        assert everyone - {taken} < without
+
+
+def test_every_client_is_drawn_equally_often_and_not_to_evaluate_what_it_trained() -> None:
+    counts = np.zeros(20)
+    for server_round in range(2000):
+        counts[list(draw(range(20), 5, 0, server_round))] += 1
+    assert abs(counts - 500).max() < 5 * np.sqrt(2000 * 0.25 * 0.75)
+    assert any(draw(range(20), 5, 0, r, "train") != draw(range(20), 5, 0, r, "evaluate") for r in range(3))
+
+
+def test_a_run_that_gets_nowhere_ends_with_a_sentence(tmp_path: Path) -> None:
+    chosen = settings(tmp_path / "run", **{"fedivon.lr": 1e30, "fedivon.lr-final": 1e30})
+    with pytest.raises(UserError, match=r"No reply could be used in 1 round"):
+        run(LocalGrid(chosen.to_config(), chosen.clients), chosen)
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_json_is_valid_whatever_the_numbers() -> None:
+    text = to_json({"a": float("nan"), "b": [1.0, float("inf")], "c": {"d": (2, float("-inf"))}})
+    assert json.loads(text, parse_constant=pytest.fail) == {"a": None, "b": [1.0, None], "c": {"d": [2, None]}}
