@@ -284,10 +284,15 @@ class RayGrid(Grid):
         for result in done:
             actor, call = calls[result]
             try:
-                self._keep(ray.get(result))
-                actor.calls.remove(call)
+                outcomes = ray.get(result)
             except ray.exceptions.RayError as error:
                 self._bury(actor, error)
+                continue
+            actor.calls.remove(call)
+            self._keep(outcomes)
+            answered = {outcome.reply.metadata.reply_to_message_id for outcome in outcomes}
+            # Not begun, because the actor was told so after nobody waited for its answer any more.
+            self._queue.extendleft(m for m in call.messages if m.metadata.message_id not in answered)
         self._dispatch()
 
     def _not_begun(self) -> list[tuple[Actor, Call]]:

@@ -346,3 +346,11 @@ def test_a_killed_run_ends_bit_identical(tmp_path: Path, shared_cache: Path) -> 
     assert [row["round"] for row in rows[0]] == list(range(1, 13))
     assert read_json(killed / "summary.json")["metrics"] == read_json(whole / "summary.json")["metrics"]
     assert {p.name for p in whole.iterdir()} == {p.name for p in killed.iterdir() if p.suffix != ".part"}
+
+
+def test_what_an_actor_gave_back_unheard_is_done_all_the_same(grid: RayGrid, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver may stop waiting for an answer that the actor then acts upon; no message gets lost by that."""
+    train(grid)  # all actors are up, and messages are known to be short: they go in bunches
+    monkeypatch.setattr("simulation.engine.PATIENCE_SECONDS", 0.0)
+    for _ in range(20):
+        assert train(grid, timeout=60.0).keys() == set(grid.get_node_ids())
