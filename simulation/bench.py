@@ -76,6 +76,26 @@ def show(out: Console, found: dict[str, Any]) -> None:
     out.print(f"Written to {OUTPUT}", highlight=False)
 
 
+def markdown(found: dict[str, Any]) -> str:
+    """The table of the README, from results/bench.json."""
+    sizes = [f"{size:g}" for size in SIZES]
+    engine, flwr = (
+        [f"{found[f'{name}_ms_per_round_by_mb'][str(size)]:.0f}" for size in SIZES] for name in ("engine", "flwr")
+    )
+    return "\n".join(
+        [
+            "| | |",
+            "|---|---|",
+            f"| a round of {PER_ROUND} clients that do nothing, {' / '.join(sizes)} MB: our Ray engine | {' / '.join(engine)} ms |",
+            f"| the same under `flwr run` | {' / '.join(flwr)} ms |",
+            f"| clients per second of the engine, over plain loops on all cores | {found['engine_over_loop']:.2f} |",
+            f"| local update with IVON, over `torch.optim.Adam` (over its fused kernel) | "
+            f"{found['ivon_over_adam']:.2f} ({found['ivon_over_fused_adam']:.2f}) |",
+            f"| bytes per second of the aggregation, over copying memory | {found['aggregation_over_copy']:.2f} |",
+        ]
+    )
+
+
 def make_data(path: Path) -> str:
     """Random images of CIFAR-10's shape and labels: time does not depend on what they show."""
     random = np.random.default_rng(0)

@@ -9,7 +9,10 @@ import pytest
 import strategies
 from clients import CLIENTS
 from fedivon_flwr.cli import preset_config
+from fedivon_flwr.runs import read_json
 from fedivon_flwr.settings import Settings, flatten, kebab
+from simulation.bench import markdown
+from simulation.report import markdown_table
 from strategies import STRATEGIES
 
 ROOT = Path(__file__).parent.parent
@@ -67,3 +70,10 @@ def test_imports_point_one_way(path: Path) -> None:
         if folder in LOWER:
             assert top in LOWER[folder], f"{path.name} imports {module}"
         assert not APPS & {*module.split("."), name} or path.stem in APPS, f"{path.name} imports {module}"
+
+
+def test_the_numbers_of_the_readme_are_those_of_the_files() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert markdown_table([read_json(ROOT / "results" / "cifar10-400-rounds" / "summary.json")]) in readme
+    assert markdown(read_json(ROOT / "results" / "bench.json")) in readme
+    assert "@@" not in readme
