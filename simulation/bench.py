@@ -37,8 +37,7 @@ from strategies.base import RoundReport, draw
 NODES, PER_ROUND = 200, 10
 SIZES = (0.1, 1.0, 10.0)  # megabytes
 NOOP_ROUNDS = 40
-CNN_CLIENTS, CNN_ROUNDS, REPEATS = 60, 12, 5
-PAIRS = 41
+CNN_CLIENTS, CNN_ROUNDS, REPEATS = 60, 4, 13  # short turns: the speed of the machine changes within seconds
 OUTPUT = Path("results/bench.json")
 
 
@@ -86,7 +85,7 @@ def markdown(found: dict[str, Any]) -> str:
         [
             "| | |",
             "|---|---|",
-            f"| a round of {PER_ROUND} clients that do nothing, {' / '.join(sizes)} MB: our Ray engine | {' / '.join(engine)} ms |",
+            f"| round of {PER_ROUND} idle clients with {' / '.join(sizes)} MB each: our Ray engine | {' / '.join(engine)} ms |",
             f"| the same under `flwr run` | {' / '.join(flwr)} ms |",
             f"| clients per second of the engine, over plain loops on all cores | {found['engine_over_loop']:.2f} |",
             f"| local update with IVON, over `torch.optim.Adam` (over its fused kernel) | "
@@ -174,7 +173,7 @@ def cnn_settings(data: str, method: str = "fedivon") -> Settings:
 
 
 def engine_against_loops(data: str) -> dict[str, Any]:
-    """Clients per second of the engine over those of as many single-process loops as cores, together."""
+    """Clients per second of the engine over those of as many single-process loops as cores, together, in turn."""
     settings, cores = cnn_settings(data), os.cpu_count() or 1
     ratios = []
     with (
@@ -279,7 +278,7 @@ def ivon_against_adam(data: str) -> dict[str, Any]:
     plain = cnn_settings(data, "fedavg")
     fused = plain.model_copy(update={"options": {"fedavg": {"fused": True}}})
     fits = [trainer(settings) for settings in (cnn_settings(data), plain, fused)]
-    times = np.array([[seconds(partial(fit, 1, client)) for fit in fits] for client in range(PAIRS)])[1:]
+    times = np.array([[seconds(partial(fit, 1, client)) for fit in fits] for client in range(CNN_CLIENTS)])[1:]
     return {
         "ivon_over_adam": float(np.median(times[:, 0] / times[:, 1])),
         "ivon_over_fused_adam": float(np.median(times[:, 0] / times[:, 2])),
