@@ -85,7 +85,7 @@ def markdown(found: dict[str, Any]) -> str:
         [
             "| | |",
             "|---|---|",
-            f"| round of {PER_ROUND} idle clients, {' / '.join(sizes)} MB each: our Ray engine | {' / '.join(engine)} ms |",
+            f"| round of {PER_ROUND} idle clients, {' / '.join(sizes)} MB each: our engine | {' / '.join(engine)} ms |",
             f"| the same under `flwr run` | {' / '.join(flwr)} ms |",
             f"| clients per second of the engine, over plain loops on all cores | {found['engine_over_loop']:.2f} |",
             f"| local update with IVON, over `torch.optim.Adam` (over its fused kernel) | "

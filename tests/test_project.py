@@ -12,7 +12,7 @@ from fedivon_flwr.cli import preset_config
 from fedivon_flwr.runs import read_json
 from fedivon_flwr.settings import Settings, flatten, kebab
 from simulation.bench import markdown
-from simulation.report import markdown_table
+from simulation.report import markdown_table, number, rows_of
 from strategies import STRATEGIES
 
 ROOT = Path(__file__).parent.parent
@@ -76,4 +76,10 @@ def test_the_numbers_of_the_readme_are_those_of_the_files() -> None:
     readme = (ROOT / "README.md").read_text()
     assert markdown_table([read_json(ROOT / "results" / "cifar10-400-rounds" / "summary.json")]) in readme
     assert markdown(read_json(ROOT / "results" / "bench.json")) in readme
+    for path in (ROOT / "results" / "make-run").glob("*.json"):
+        for name, scores in rows_of(read_json(path)):
+            cells = "".join(
+                f" │ {number(scores[key]):>{width}}" for key, width in zip(scores, (10, 6, 6, 7), strict=False)
+            )
+            assert f"│ {name:<21}{cells} │" in readme
     assert "@@" not in readme
