@@ -10,6 +10,7 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
+from clients.base import answer_query
 from fedivon_flwr.records import NUM_EXAMPLES, to_record
 from strategies.base import RoundReport, RoundSettings
 from strategies.fedavg import FedAvg
@@ -18,14 +19,8 @@ ARRAYS = 8
 WARM_UP = 3
 
 client_app = ClientApp()
+client_app.query()(answer_query)
 server_app = ServerApp()
-
-
-@client_app.query()
-def query(message: Message, context: Context) -> Message:
-    """Tell the partition."""
-    number = int(context.node_config["partition-id"])
-    return Message(RecordDict({"metrics": MetricRecord({"partition-id": number})}), reply_to=message)
 
 
 @client_app.train()
