@@ -1,6 +1,6 @@
 """FedAvg, the client half: local epochs of Adam (McMahan et al. 2017)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,14 +23,28 @@ class FedAvgClient(TorchClient):
 
     def train(self, arrays: NDArrays, config: Mapping[str, Any], work: Work) -> tuple[NDArrays, float]:  # noqa: ARG002
         """Adam on the node's data."""
-        plan = Plan.model_validate(config)
-        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        optimizer = torch.optim.Adam(named.values(), lr=plan.lr, weight_decay=plan.weight_decay, fused=plan.fused)
+        loss = self.adam(Plan.model_validate(config), work)
+        return self.weights(), loss
+
+    def adam(self, plan: Plan, work: Work, amend: Callable[[int], None] | None = None) -> float:
+        """Local epochs of Adam; the mean loss.
+
+        `amend` is called with the batch's size when the weights have the gradient of the batch's mean loss, and may
+        change it before the step.
+        """
+        params = [p for p in self.model.parameters() if p.requires_grad]
+        optimizer = torch.optim.Adam(params, lr=plan.lr, weight_decay=plan.weight_decay, fused=plan.fused)
         losses = []
         for inputs, labels in self.epochs(work):
             optimizer.zero_grad()
             loss = cross_entropy(self.model(inputs), labels)
             loss.backward()  # type: ignore[no-untyped-call]
+            if amend is not None:
+                amend(len(labels))
             optimizer.step()
             losses.append((loss.detach(), len(labels)))
-        return {MEAN + name: to_numpy(p) for name, p in named.items()}, mean_loss(losses)
+        return mean_loss(losses)
+
+    def weights(self) -> NDArrays:
+        """The trained weights, for the wire."""
+        return {MEAN + name: to_numpy(p) for name, p in self.model.named_parameters() if p.requires_grad}

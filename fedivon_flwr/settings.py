@@ -40,7 +40,7 @@ M = TypeVar("M", bound=FlatModel)
 class Settings(FlatModel):
     """Everything that decides the outcome of a run, and where it goes."""
 
-    method: str = Field("fedivon", description="fedivon or fedavg: a file in strategies/ and one in clients/")
+    method: str = Field("fedivon", description="fedivon, fedavg or fedlaplace: a file in strategies and in clients")
     seed: int = Field(
         0, ge=0, lt=2**63, description="draws the initial weights, the clients of a round, batches and noise"
     )

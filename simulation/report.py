@@ -10,7 +10,7 @@ from fedivon_flwr.metrics import reliability
 from fedivon_flwr.runs import write_bytes
 
 SCORES = {"accuracy": "accuracy ↑", "ece": "ECE ↓", "nll": "NLL ↓", "brier": "Brier ↓"}
-LABELS = {"fedivon": "FedIvon", "fedavg": "FedAvg"}
+LABELS = {"fedavg": "FedAvg", "fedlaplace": "FedLaplace", "fedivon": "FedIvon"}
 
 
 def rows_of(summary: Mapping[str, Any]) -> list[tuple[str, dict[str, float]]]:
