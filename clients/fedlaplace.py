@@ -10,6 +10,7 @@ import torch
 
 from clients.base import Work
 from clients.fedavg import FedAvgClient, Plan
+from fedivon_flwr.optim import views
 from fedivon_flwr.posterior import DiagGaussian, Layout
 from fedivon_flwr.records import HESS, MEAN, NDArrays, flat, unflatten
 
@@ -31,13 +32,10 @@ class FedLaplaceClient(FedAvgClient):
         """Minimise ``CE + ζ ½ Σ Ω (θ − μ)²``; each batch adds ``|B|/N_k (∇CE)²`` to ``Ω_k``, which starts at Ω."""
         plan, layout = LaplacePlan.model_validate(config), Layout.of(self.model)
         params = [p for p in self.model.parameters() if p.requires_grad]
-        means, received = (
-            [part.view_as(p) for part, p in zip(vector.split([p.numel() for p in params]), params, strict=True)]
-            for vector in (flat(arrays, prefix).to(self.device) for prefix in (MEAN, HESS))
-        )
+        means, received = (views(flat(arrays, prefix).to(self.device), params) for prefix in (MEAN, HESS))
         fisher = [omega.clone() for omega in received]
 
-        @torch.no_grad()  # type: ignore[untyped-decorator]
+        @torch.no_grad()
         def amend(size: int) -> None:
             for p, mean, prior, omega in zip(params, means, received, fisher, strict=True):
                 if p.grad is None:  # the loss did not depend on it

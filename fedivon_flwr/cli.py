@@ -14,11 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedivon_flwr.errors import UserError
-from fedivon_flwr.registry import unknown
-from fedivon_flwr.runs import RunFolder, new_path, read_json, read_metrics, refuse, runs_folder
-from fedivon_flwr.settings import Settings, read_toml
-
-PRESETS = Path(__file__).parent.parent / "simulation" / "presets"
+from fedivon_flwr.runs import new_path, read_json, read_metrics, runs_folder
+from fedivon_flwr.settings import Settings
 
 app = typer.Typer(help="Bayesian federated learning: FedIvon on Flower.", no_args_is_help=True, add_completion=False)
 data_app = typer.Typer(help="Datasets: list, prepare, show who has what.", no_args_is_help=True)
@@ -46,16 +43,6 @@ def main() -> None:
         sys.exit(2)
 
 
-def preset_config(name: str) -> dict[str, Any]:
-    """A preset by name, or a settings file by path."""
-    if name.endswith(".toml"):
-        return read_toml(Path(name))
-    known = sorted(path.stem for path in PRESETS.glob("*.toml"))
-    if name not in known:
-        raise UserError(unknown("preset", name, known).removesuffix(".") + ", or give the path of a .toml file.")
-    return read_toml(PRESETS / f"{name}.toml")
-
-
 def parse_pair(text: str) -> tuple[str, Any]:
     """``key=value`` with a TOML value; a bare word is a string.
 
@@ -73,13 +60,11 @@ def parse_pair(text: str) -> tuple[str, Any]:
 
 def make_settings(preset: str, pairs: list[str], **overrides: Any) -> Settings:
     """A preset with what the command line changes; paths are made absolute."""
-    import strategies
+    from simulation.presets import preset_config, settings_of
 
     config = preset_config(preset) | dict(parse_pair(pair) for pair in pairs)
     config |= {key.replace("_", "-"): value for key, value in overrides.items() if value is not None}
-    if str(config.get("dataset", "")).endswith(".npz"):
-        config["dataset"] = str(Path(config["dataset"]).expanduser().resolve())
-    settings = strategies.complete(Settings.from_config(config))
+    settings = settings_of(config)
     run_dir = Path(settings.run_dir).expanduser() if settings.run_dir else new_path(settings)
     return settings.model_copy(update={"run_dir": str(run_dir.resolve())})
 
@@ -108,6 +93,7 @@ def simulate(
 ) -> None:
     """Train with virtual clients and show the scores."""
     from simulation.engine import Resources, gpu_share
+    from simulation.launch import check
 
     share = gpu_share(client_cpus) if client_gpus is None else client_gpus
     resources = Resources(client_cpus, share, ray_address)
@@ -127,25 +113,6 @@ def simulate(
     show_scores([Path(settings.run_dir) for settings in every])
     for settings in every:
         out.print(f"{settings.method}: {settings.run_dir}", highlight=False, soft_wrap=True)
-
-
-def check(settings: Settings) -> None:
-    """Find out before anything is started what would fail later: method, data, split, model, folder."""
-    import clients
-    import strategies
-    from fedivon_flwr.data import load
-    from fedivon_flwr.models import build
-
-    strategies.build(settings)
-    dataset = load(settings.dataset)
-    clients.split(settings.dataset, clients.partition_spec(settings))
-    build(settings.model, dataset.shape, dataset.classes, settings.seed)
-    clients.pick_device(settings.device)
-    folder = RunFolder(Path(settings.run_dir))
-    refuse(folder.path, settings)
-    if folder.path.exists():
-        folder.lock()
-        folder.close()
 
 
 def launch(settings: Settings, engine: Engine, resources: Any) -> None:

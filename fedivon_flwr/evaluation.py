@@ -1,6 +1,6 @@
 """Scores of a global model on a test set: at the mean, and by Monte Carlo where there is a posterior."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fedivon_flwr.data import Dataset, batch_to_tensor
 from fedivon_flwr.metrics import score
 from fedivon_flwr.posterior import DiagGaussian, Layout
-from fedivon_flwr.predict import predict_mc, predict_mean
+from fedivon_flwr.predict import Partial, predict_mc, predict_mean
 from fedivon_flwr.records import NDArrays, load_model
 
 BATCH = 256
@@ -43,9 +43,18 @@ class Evaluator:
     seed: int
 
     def predict(
-        self, arrays: NDArrays, posterior: DiagGaussian | None, samples: int, server_round: int = 0
+        self,
+        arrays: NDArrays,
+        posterior: DiagGaussian | None,
+        samples: int,
+        server_round: int = 0,
+        begun: Partial | None = None,
+        each: Callable[[Partial], None] | None = None,
     ) -> Predictions:
-        """Predict all test images; the same seed and round draw the same weights."""
+        """Predict all test images; the same seed and round draw the same weights.
+
+        `begun` and `each` are for a long Monte Carlo prediction that may be interrupted (see `predict_mc`).
+        """
         load_model(self.model.to(self.device), arrays)
         labels = torch.tensor(np.asarray(self.dataset.test.y), dtype=torch.int64)
         mean = predict_mean(self.model, self._batches())
@@ -54,7 +63,9 @@ class Evaluator:
         draw = np.random.default_rng([self.seed, server_round]).integers(2**63)
         generator = torch.Generator(self.device).manual_seed(int(draw))
         here = DiagGaussian(posterior.mean.to(self.device), posterior.precision.to(self.device))
-        mc = predict_mc(self.model, Layout.of(self.model), here, self._batches(), samples, generator)
+        mc = predict_mc(
+            self.model, Layout.of(self.model), here, self._batches(), samples, generator, begun=begun, each=each
+        )
         return Predictions(labels, mean, mc, samples)
 
     def _batches(self) -> Iterator[Tensor]:

@@ -1,7 +1,8 @@
 """Prediction: softmax at the posterior mean, or averaged over weights drawn from the posterior."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,14 @@ from fedivon_flwr.posterior import DiagGaussian, Layout
 CPU_BATCH = 256
 CHUNK = {"cpu": 1}
 CHUNK_OTHERWISE = 8
+
+
+@dataclass(frozen=True)
+class Partial:
+    """A Monte Carlo prediction under way: the probabilities `(N, K)` summed over the draws so far."""
+
+    draws: int
+    total: Tensor
 
 
 def predict_mean(model: nn.Module, batches: Iterable[Tensor]) -> Tensor:
@@ -32,12 +41,15 @@ def predict_mc(
     samples: int,
     generator: torch.Generator,
     chunk: int | None = None,
+    begun: Partial | None = None,
+    each: Callable[[Partial], None] | None = None,
 ) -> Tensor:
     """``1/S Σ_s softmax f(x; θ_s)`` with ``θ_s ~ q``: class probabilities `(N, K)`, in float64 on the CPU.
 
     The model lends its code, buffers and frozen parameters; its weights are neither used nor changed. `chunk`
     draws go through it at once; neither that nor the size of the batches changes the outcome. The inputs are
-    held in memory, since each draw is used for all of them.
+    held in memory, since each draw is used for all of them. `each` is shown the sum after every chunk; given back
+    as `begun`, with the generator seeded as before, the prediction goes on from there to the same outcome.
 
     >>> model = nn.Linear(2, 3)
     >>> sure = DiagGaussian(torch.zeros(9), torch.full((9,), 1e12))
@@ -50,15 +62,20 @@ def predict_mc(
     if samples < 1 or chunk < 1:
         raise ValueError("samples and chunk must be at least 1")
     parts = list(_parts(batches, device))
-    totals: list[Tensor] = []
+    done, total = (begun.draws, begun.total.clone()) if begun else (0, None)
     with _evaluating(model), torch.inference_mode():
-        for start in range(0, samples, chunk):
+        for _ in range(done):
+            posterior.sample(1, generator)
+        for start in range(done, samples, chunk):
             # row by row: one draw of several rows gives other numbers than as many draws of one
             rows = [posterior.sample(1, generator) for _ in range(min(chunk, samples - start))]
             named = layout.split(torch.cat(rows))
-            sums = [_softmax(_logits(model, named, part)).sum(0) for part in parts]
-            totals = [total.add_(new) for total, new in zip(totals, sums, strict=True)] if totals else sums
-    return torch.cat(totals).div_(samples)
+            drawn = torch.cat([_softmax(_logits(model, named, part)).sum(0) for part in parts])
+            total = drawn if total is None else total.add_(drawn)
+            if each is not None:
+                each(Partial(start + len(rows), total))
+    assert total is not None
+    return total / samples  # out here, so that the result is no inference tensor
 
 
 def _logits(model: nn.Module, named: Mapping[str, Tensor], inputs: Tensor) -> Tensor:

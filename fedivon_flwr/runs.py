@@ -5,6 +5,8 @@
     metrics.jsonl            one object a round
     checkpoints/             round-<n>.safetensors: the server's arrays and state after round n (the last two)
     posterior.safetensors    the outcome, with all that `fedivon predict` needs
+    evaluation.safetensors   the final evaluation as far as it got, while it lasts
+    predictions.safetensors  labels and predicted probabilities of the test set, at the mean and by Monte Carlo
     summary.json             method, data, settings, scores; its presence says that the run is finished
     report.md, *.png         the same for people
 
@@ -28,6 +30,7 @@ from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
@@ -37,6 +40,7 @@ from fedivon_flwr.settings import Settings
 
 PACKAGES = ("fedivon-flwr", "flwr", "torch", "torchvision", "ivon-opt", "numpy", "ray")
 KEPT_CHECKPOINTS = 2
+EVALUATION = "evaluation.safetensors"
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,22 @@ class RunFolder:
         rows = [row for row in self.metrics() if row["round"] <= last]
         write_bytes(self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
         return found
+
+    def save_evaluation(self, draws: int, total: NDArray[Any]) -> None:
+        """Keep a Monte Carlo prediction under way."""
+        save_arrays(self.path / EVALUATION, {"total": total}, {"draws": draws})
+
+    def load_evaluation(self) -> tuple[int, NDArray[Any]] | None:
+        """The draws so far and the probabilities summed over them, if an evaluation was interrupted."""
+        try:
+            arrays, described = load_arrays(self.path / EVALUATION)
+        except UserError:
+            return None
+        return described["draws"], arrays["total"]
+
+    def drop_evaluation(self) -> None:
+        """The evaluation is complete."""
+        (self.path / EVALUATION).unlink(missing_ok=True)
 
 
 def refuse(path: Path, settings: Settings) -> None:
@@ -226,6 +246,15 @@ def save_arrays(path: Path, arrays: NDArrays, described: Mapping[str, Any]) -> N
     described = {**described, "keys": list(arrays)}  # safetensors does not keep the order
     contiguous = {key: np.asarray(array, order="C") for key, array in arrays.items()}  # it takes memory as it lies
     write_bytes(path, save(contiguous, metadata={"fedivon": json.dumps(described)}))
+
+
+def draws_done(path: Path) -> int:
+    """How far the final evaluation of a run's folder got."""
+    try:
+        with safe_open(path / EVALUATION, framework="numpy") as file:
+            return int(json.loads(file.metadata()["fedivon"])["draws"])
+    except (OSError, SafetensorError):
+        return 0
 
 
 def load_arrays(path: Path) -> tuple[NDArrays, dict[str, Any]]:

@@ -163,8 +163,13 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 def read_toml(path: Path) -> dict[str, Any]:
     """A settings file as a flat config."""
+    return dict(flatten(read_tables(path)))
+
+
+def read_tables(path: Path) -> dict[str, Any]:
+    """A TOML file as it is written."""
     try:
-        return dict(flatten(tomllib.loads(path.read_text())))
+        return tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise UserError(f"There is no settings file '{path}'.") from None
     except OSError as error:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from logging import INFO
 from typing import Any
 
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.common.logger import log
 from flwr.serverapp import Grid
@@ -13,13 +14,17 @@ import strategies
 from clients import pick_device
 from fedivon_flwr.data import load
 from fedivon_flwr.errors import UserError
-from fedivon_flwr.evaluation import Evaluator
+from fedivon_flwr.evaluation import Evaluator, Predictions
 from fedivon_flwr.models import build
-from fedivon_flwr.records import from_record, to_record
+from fedivon_flwr.posterior import DiagGaussian
+from fedivon_flwr.predict import Partial
+from fedivon_flwr.records import NDArrays, from_record, to_record
 from fedivon_flwr.runs import Checkpoint, RunFolder, save_arrays, versions, write_json
 from fedivon_flwr.settings import Settings
 from simulation.report import write_report
 from strategies.base import Callback, FederatedStrategy, RoundReport
+
+EVALUATION_SECONDS = 10.0  # between savings of the final evaluation under way
 
 
 def run(grid: Grid, settings: Settings) -> RunFolder:
@@ -179,7 +184,7 @@ def finish(
     predictions = None
     if settings.evaluation == "server":
         log(INFO, "Final evaluation with %d weight samples", settings.test_samples if posterior else 0)
-        predictions = evaluator.predict(named, posterior, settings.test_samples)
+        predictions = final_predictions(folder, evaluator, named, posterior, settings.test_samples)
     rows = folder.metrics()
     summary = {
         "method": settings.method,
@@ -194,6 +199,31 @@ def finish(
     }
     write_report(folder.path, summary, rows, predictions)
     write_json(folder.path / "summary.json", summary)
+    folder.drop_evaluation()
+
+
+def final_predictions(
+    folder: RunFolder, evaluator: Evaluator, arrays: NDArrays, posterior: DiagGaussian | None, samples: int
+) -> Predictions:
+    """Predict the test set, going on where an earlier attempt was interrupted, and keep the probabilities."""
+    found = folder.load_evaluation()
+    begun = Partial(found[0], torch.from_numpy(found[1])) if found else None
+    saved = time.monotonic()
+
+    def each(partial: Partial) -> None:
+        nonlocal saved
+        if time.monotonic() - saved > EVALUATION_SECONDS:
+            folder.save_evaluation(partial.draws, partial.total.numpy())
+            saved = time.monotonic()
+            log(INFO, "Final evaluation: %d of %d weight samples", partial.draws, samples)
+
+    predictions = evaluator.predict(arrays, posterior, samples, begun=begun, each=each)
+    kept = {"labels": predictions.labels, "mean": predictions.mean}
+    if predictions.mc is not None:
+        kept["mc"] = predictions.mc
+    numpied = {key: tensor.numpy() for key, tensor in kept.items()}
+    save_arrays(folder.path / "predictions.safetensors", numpied, {"samples": predictions.samples})
+    return predictions
 
 
 def clients_scores(rows: Sequence[Mapping[str, Any]], settings: Settings) -> dict[str, Any]:

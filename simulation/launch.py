@@ -17,9 +17,13 @@ from typing import Any, TextIO
 
 import psutil
 
+import clients
 import fedivon_flwr
+import strategies
+from fedivon_flwr.data import load
 from fedivon_flwr.errors import UserError
-from fedivon_flwr.runs import command, git_commit
+from fedivon_flwr.models import build
+from fedivon_flwr.runs import RunFolder, command, git_commit, refuse
 from fedivon_flwr.settings import Settings
 from simulation.engine import Resources, ray_grid
 from simulation.report import toml_value
@@ -30,6 +34,20 @@ QUIET = {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
 }
+
+
+def check(settings: Settings) -> None:
+    """Find out before anything is started what would fail later: method, data, split, model, folder."""
+    strategies.build(settings)
+    dataset = load(settings.dataset)
+    clients.split(settings.dataset, clients.partition_spec(settings))
+    build(settings.model, dataset.shape, dataset.classes, settings.seed)
+    clients.pick_device(settings.device)
+    folder = RunFolder(Path(settings.run_dir))
+    refuse(folder.path, settings)
+    if folder.path.exists():
+        folder.lock()
+        folder.close()
 
 
 def with_ray(settings: Settings, resources: Resources) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fedivon_flwr.runs import read_metrics
+from fedivon_flwr.runs import draws_done, read_metrics
 from fedivon_flwr.settings import Settings
 from simulation.report import number
 
@@ -72,8 +72,12 @@ class Watch:
         elif rows[-1]["train_loss"] is not None:
             words.append(f"loss {rows[-1]['train_loss']:.3f}")
         if done == self.settings.rounds:
-            words.append("final evaluation" if not self._stop.is_set() else "done")
+            words.append("done" if self._stop.is_set() else self._evaluating())
         elif now > self._began[0] and done > self._began[1]:
             speed = (done - self._began[1]) / (now - self._began[0])
             words.append(f"{speed:.1f} rounds/s  {(self.settings.rounds - done) / speed:.0f} s left")
         return done, "  ".join(words)
+
+    def _evaluating(self) -> str:
+        draws = draws_done(Path(self.settings.run_dir))
+        return "final evaluation" + (f" ({draws} of {self.settings.test_samples} weight samples)" if draws else "")

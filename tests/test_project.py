@@ -8,10 +8,10 @@ import pytest
 
 import strategies
 from clients import CLIENTS
-from fedivon_flwr.cli import preset_config
 from fedivon_flwr.runs import read_json
 from fedivon_flwr.settings import Settings, flatten, kebab
 from simulation.bench import markdown
+from simulation.presets import preset_config
 from simulation.report import markdown_table, number, rows_of
 from strategies import STRATEGIES
 

@@ -10,11 +10,12 @@ import pytest
 from grid import LocalGrid
 
 import strategies
-from fedivon_flwr.cli import PRESETS, make_settings
+from fedivon_flwr.cli import make_settings
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.runs import to_json
 from fedivon_flwr.settings import Settings, flatten
 from simulation.federation import run
+from simulation.presets import PRESETS
 from strategies.base import draw
 
 SMALL: dict[str, Any] = {
