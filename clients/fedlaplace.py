@@ -20,7 +20,7 @@ class LaplacePlan(Plan):
 
     penalty: float = 1.0
     ess: float = 5000.0
-    prior_precision: float = 1000.0
+    prior_precision: float = 5000.0
 
 
 class FedLaplaceClient(FedAvgClient):

@@ -1,4 +1,4 @@
-"""The `fedivon` command: simulate, data, predict, runs."""
+"""The `fedivon` command: simulate, study, data, predict, runs."""
 
 import json
 import signal
@@ -113,6 +113,44 @@ def simulate(
     show_scores([Path(settings.run_dir) for settings in every])
     for settings in every:
         out.print(f"{settings.method}: {settings.run_dir}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def study(
+    name: Annotated[str | None, typer.Argument(help="Name of a study, or a .toml file; none lists them.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A small form of a few minutes, on bundled data.")] = False,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change a setting of all runs.")
+    ] = None,
+    results: Annotated[Path | None, typer.Option(help="Where the results go (default: results/NAME).")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Runs at a time (default: one for each CPU, or one on a GPU).")
+    ] = None,
+    background: Annotated[bool, typer.Option("--background", help="Go on after the terminal is closed.")] = False,
+) -> None:
+    """Run a table or figure of the paper: all its runs, then the table and the figures."""
+    from simulation.studies.runner import Results, default_jobs, detach, run_study
+    from simulation.studies.spec import known_studies, load_study
+
+    if name is None:
+        table = Table("study", "what it shows")
+        for known in known_studies():
+            table.add_row(known, load_study(known).title)
+        out.print(table)
+        return
+    described = load_study(name, quick, dict(parse_pair(pair) for pair in set_ or []))
+    found = Results(described, (results or Path("results") / described.name).resolve())
+    if background:
+        detach(found, out)
+        return
+    failed = run_study(found, jobs or default_jobs(), out)
+    out.print((found.folder / "README.md").read_text(), highlight=False, soft_wrap=True)
+    out.print(f"{described.name}: {found.folder}", highlight=False, soft_wrap=True)
+    if failed:
+        logs = ", ".join(str(found.log(job)) for job in failed)
+        raise UserError(
+            f"{len(failed)} of {len(found.jobs)} runs failed, see {logs}; the same command tries them again."
+        )
 
 
 def launch(settings: Settings, engine: Engine, resources: Any) -> None:

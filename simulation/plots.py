@@ -3,18 +3,59 @@
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from fedivon_flwr.metrics import Reliability
 from fedivon_flwr.runs import write_bytes
 
-COLOURS = {"mean": "#0072b2", "mc": "#d55e00", "train": "#7f7f7f"}  # Okabe and Ito's palette, safe for the colour-blind
+COLOURS = {  # Okabe and Ito's palette, safe for the colour-blind; the same method has the same colour everywhere
+    "fedavg": "#0072b2",
+    "fedlaplace": "#009e73",
+    "fedivon@mean": "#e69f00",
+    "fedivon": "#d55e00",
+}
+OTHER_COLOURS = ("#cc79a7", "#56b4e9", "#000000", "#f0e442")
+TRAINING = "#7f7f7f"
 WIDTH = 9.0  # inches: 900 pixels at 100 dpi, the width of a README
+
+
+class Curve(NamedTuple):
+    """A method's test loss and accuracy (in per cent) over the rounds."""
+
+    method: str
+    label: str
+    rounds: Sequence[int]
+    loss: Sequence[float]
+    accuracy: Sequence[float]
+
+
+class Point(NamedTuple):
+    """A method's score in a group, its spread over the seeds, and the paper's score, as far as known."""
+
+    group: str
+    method: str
+    label: str
+    value: float | None
+    spread: float | None
+    paper: float | None
+
+
+def colour(method: str) -> str:
+    """A method's colour; one without a colour of its own always gets the same of the rest.
+
+    >>> colour("fedivon"), colour("fedavg@mean") == colour("fedavg")
+    ('#d55e00', True)
+    """
+    name = method.removesuffix("@mean")
+    return COLOURS.get(method) or COLOURS.get(name) or OTHER_COLOURS[crc32(name.encode()) % len(OTHER_COLOURS)]
 
 
 def partition_figure(counts: np.ndarray, title: str) -> Figure:
@@ -46,47 +87,108 @@ def partition_figure(counts: np.ndarray, title: str) -> Figure:
     return figure
 
 
-def curves_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
+def curves_figure(rows: Sequence[Mapping[str, Any]], title: str, method: str) -> Figure:
     """Loss and accuracy over the rounds of a run (`rows` of its metrics.jsonl)."""
     figure = Figure(figsize=(WIDTH, 3.4), dpi=100, layout="constrained")
     loss, accuracy = figure.subplots(1, 2)
     train = [(row["round"], row["train_loss"]) for row in rows if row["train_loss"] is not None]
     if train:
-        loss.plot(*zip(*train, strict=True), color=COLOURS["train"], linewidth=0.8, label="training, sampled clients")
+        loss.plot(*zip(*train, strict=True), color=TRAINING, linewidth=0.8, label="training, sampled clients")
+    sampled = any("mc" in row for row in rows)
     for at, label in (("mean", "test, at the mean"), ("mc", "test, Monte Carlo")):
         scored = [(row["round"], row[at]) for row in rows if at in row]
         if scored:
-            rounds = [number for number, _ in scored]
-            loss.plot(rounds, [s["nll"] for _, s in scored], color=COLOURS[at], label=label)
-            accuracy.plot(rounds, [100 * s["accuracy"] for _, s in scored], color=COLOURS[at], label=label)
+            rounds, shade = (
+                [number for number, _ in scored],
+                colour(f"{method}@mean" if (at, sampled) == ("mean", True) else method),
+            )
+            loss.plot(rounds, [s["nll"] for _, s in scored], color=shade, label=label)
+            accuracy.plot(rounds, [100 * s["accuracy"] for _, s in scored], color=shade, label=label)
     loss.set(xlabel="round", ylabel="negative log-likelihood (nats)", ylim=(0, None))
     accuracy.set(xlabel="round", ylabel="test accuracy (%)")
     for axes in (loss, accuracy):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.3)
+        tidy(axes)
     if loss.lines:
         loss.legend(frameon=False)
     figure.suptitle(title)
     return figure
 
 
-def reliability_figure(bins: Mapping[str, Reliability], title: str) -> Figure:
-    """Accuracy against confidence, with the number of examples in each bin below."""
-    figure = Figure(figsize=(WIDTH, 4.6), dpi=100, layout="constrained")
+def convergence_figure(panels: Mapping[str, Sequence[Curve]]) -> Figure:
+    """Test loss (above) and accuracy (below) over the rounds; a column for each panel."""
+    figure = Figure(figsize=(WIDTH, 5.6), dpi=100, layout="constrained")
+    grid = figure.subplots(2, len(panels), sharex="col", squeeze=False)
+    for column, (title, curves) in enumerate(panels.items()):
+        loss, accuracy = grid[:, column]
+        for curve in curves:
+            style = {"color": colour(curve.method), "linestyle": "--" if curve.method.endswith("@mean") else "-"}
+            loss.plot(curve.rounds, curve.loss, label=curve.label, **style)
+            accuracy.plot(curve.rounds, curve.accuracy, **style)
+        loss.set_title(title)
+        accuracy.set_xlabel("round")
+        tidy(loss)
+        tidy(accuracy)
+    grid[0, 0].set_ylabel("test loss (NLL, nats)")
+    grid[1, 0].set_ylabel("test accuracy (%)")
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+def scores_figure(metrics: Mapping[str, Sequence[Point]], title: str = "") -> Figure:
+    """A panel for each metric: the methods side by side in each group, with the spread; the paper's as rings."""
+    figure = Figure(figsize=(WIDTH, 3.1 * ((len(metrics) + 1) // 2) + 0.5), dpi=100, layout="constrained")
+    grid = figure.subplots((len(metrics) + 1) // 2, min(2, len(metrics)), squeeze=False)
+    for axes, (metric, points) in zip(grid.flat, metrics.items(), strict=False):
+        groups = list(dict.fromkeys(point.group for point in points))
+        methods = list(dict.fromkeys(point.method for point in points))
+        for point in points:
+            x = groups.index(point.group) + 0.16 * (methods.index(point.method) - (len(methods) - 1) / 2)
+            if point.paper is not None:
+                axes.plot(x, point.paper, "o", markersize=9, fillstyle="none", color=colour(point.method), alpha=0.6)
+            if point.value is not None:
+                axes.errorbar(
+                    x, point.value, point.spread, fmt="o", markersize=5, capsize=3, color=colour(point.method)
+                )
+        axes.set_xticks(range(len(groups)), groups, rotation=0 if len(groups) < 5 else 45)
+        axes.set_ylabel(metric)
+        axes.margins(x=0.1)
+        tidy(axes)
+    first = next(iter(metrics.values()))
+    names = dict.fromkeys((point.method, point.label) for point in first)
+    handles = [Line2D([], [], marker="o", linestyle="", color=colour(method), label=label) for method, label in names]
+    if any(point.paper is not None for point in first):
+        ring = Line2D([], [], marker="o", markersize=9, fillstyle="none", linestyle="", color=TRAINING)
+        ring.set_label("the paper")
+        handles.append(ring)
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False)
+    figure.suptitle(title)
+    return figure
+
+
+def reliability_figure(bins: Mapping[str, tuple[str, Reliability]], title: str) -> Figure:
+    """Accuracy against confidence by method, with the number of examples in each bin below."""
+    figure = Figure(figsize=(WIDTH, 4.6 if len(bins) < 3 else 3.8), dpi=100, layout="constrained")
     grid = figure.subplots(2, len(bins), sharex=True, sharey="row", squeeze=False, height_ratios=(3, 1))
-    for column, ((name, found), colour) in enumerate(zip(bins.items(), COLOURS.values(), strict=False)):
+    for column, (method, (name, found)) in enumerate(bins.items()):
         diagram, counts = grid[0, column], grid[1, column]
         centres, width = (found.edges[:-1] + found.edges[1:]) / 2, np.diff(found.edges)
+        bars = {"color": colour(method), "edgecolor": "white"}
         diagram.plot([0, 1], [0, 1], color="black", linestyle=":", linewidth=1)
-        diagram.bar(centres, np.nan_to_num(found.accuracy), width, color=colour, alpha=0.75, edgecolor="white")
-        diagram.plot(found.confidence, found.accuracy, ".", color="black")
-        diagram.set(title=f"{name}: ECE {found.ece:.4f}", xlim=(0, 1), ylim=(0, 1))
-        counts.bar(centres, found.count, width, color=colour, edgecolor="white")
-        counts.set(xlabel="confidence (top probability)")
+        diagram.bar(centres, np.nan_to_num(found.accuracy), width, alpha=0.75, **bars)
+        diagram.plot(found.confidence, found.accuracy, ".", color="black", markersize=4)
+        diagram.set(title=f"{name}\nECE {found.ece:.4f}", xlim=(0, 1), ylim=(0, 1))
+        counts.bar(centres, found.count, width, **bars)
+        counts.set(xlabel="confidence")
     grid[0, 0].set_ylabel("accuracy")
     grid[1, 0].set_ylabel("examples")
     figure.suptitle(title)
     return figure
+
+
+def tidy(axes: Axes) -> None:
+    """A light grid, and no frame where there is no axis."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
 
 
 def save_figure(figure: Figure, path: Path) -> None:

@@ -42,7 +42,8 @@ def write_report(
     from simulation.plots import curves_figure, reliability_figure, save_figure
 
     title = f"{LABELS.get(summary['method'], summary['method'])} on {summary['dataset']}, seed {summary['seed']}"
-    save_figure(curves_figure(rows, title), folder / "curves.png")
+    method = summary["method"]
+    save_figure(curves_figure(rows, title, method), folder / "curves.png")
     text = [
         f"# {title}",
         "",
@@ -50,10 +51,10 @@ def write_report(
         "",
     ]
     if predictions is not None:
-        at = {"at the mean": predictions.mean}
+        at = {f"{method}@mean": ("at the mean", predictions.mean)}
         if predictions.mc is not None:
-            at[f"Monte Carlo, {predictions.samples} samples"] = predictions.mc
-        bins = {name: reliability(probs, predictions.labels) for name, probs in at.items()}
+            at[method] = (f"Monte Carlo, {predictions.samples} samples", predictions.mc)
+        bins = {row: (name, reliability(probs, predictions.labels)) for row, (name, probs) in at.items()}
         save_figure(reliability_figure(bins, title), folder / "reliability.png")
         text += [markdown_table([summary]), "", "![reliability](reliability.png)", ""]
     text += ["![curves](curves.png)", "", "## Settings", "", "```toml"]

@@ -22,7 +22,7 @@ class Options(fedavg.Options):
 
     penalty: float = Field(1.0, ge=0, description="ζ, the strength of the server's Gaussian as prior in training")
     ess: float = Field(5000.0, gt=0, description="λ: the posterior's precision is λ Ω + prior-precision")
-    prior_precision: float = Field(1000.0, gt=0, description="precision of the posterior where Ω is 0")
+    prior_precision: float = Field(5000.0, gt=0, description="precision of the posterior where Ω is 0")
 
 
 class FedLaplace(fedavg.FedAvg):

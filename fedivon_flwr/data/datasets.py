@@ -261,6 +261,21 @@ def _digits(_: Path) -> Arrays:
     return dict(zip(("x_train", "x_test", "y_train", "y_test"), parts, strict=True))
 
 
+def _photos(_: Path) -> Arrays:
+    from sklearn.datasets import load_sample_images
+    from sklearn.model_selection import train_test_split
+
+    patches, labels = [], []
+    for number, photo in enumerate(load_sample_images().images):
+        grey = photo.mean(-1)
+        height, width = (side // 8 for side in grey.shape)
+        cut = grey[: height * 8, : width * 8].reshape(height, 8, width, 8).swapaxes(1, 2).reshape(-1, 8, 8)
+        patches.append(np.rint(cut).astype(np.uint8))
+        labels.append(np.full(len(cut), number))
+    parts = train_test_split(np.concatenate(patches), np.concatenate(labels), test_size=0.2, random_state=0)
+    return dict(zip(("x_train", "x_test", "y_train", "y_test"), parts, strict=True))
+
+
 def _torchvision(name: str, root: Path) -> Arrays:
     """Those of torchvision's datasets that are built alike."""
     from torchvision import datasets
@@ -305,6 +320,8 @@ _CIFAR100 = partial(_torchvision, "CIFAR100")
 _CIFAR100_MEAN, _CIFAR100_STD = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
 
 DATASETS.add("digits")(DatasetSpec(_digits, 10, (0.3053,), (0.3759,), bundled=True))
+# 8×8 patches of two photographs (scikit-learn's samples), labelled by photograph: what the digits are not
+DATASETS.add("photos")(DatasetSpec(_photos, 2, (0.4043,), (0.3165,), bundled=True))
 DATASETS.add("mnist")(DatasetSpec(partial(_torchvision, "MNIST"), 10, (0.1307,), (0.3081,)))
 DATASETS.add("fashion-mnist")(DatasetSpec(partial(_torchvision, "FashionMNIST"), 10, (0.2860,), (0.3530,)))
 DATASETS.add("emnist-letters")(DatasetSpec(_emnist_letters, 26, (0.1722,), (0.3309,)))

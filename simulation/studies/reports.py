@@ -1,0 +1,453 @@
+"""What is made of a study's runs: tables and figures, each from the runs' JSON files alone.
+
+A report has two halves. `collect` reads what it needs from a finished run's folder (it runs beside the training, and
+may take long); `write` makes files and Markdown of what was collected for all runs. A new one is a subclass added to
+`REPORTS`.
+"""
+
+import csv
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import clients
+from fedivon_flwr.data import class_counts, load
+from fedivon_flwr.errors import UserError
+from fedivon_flwr.metrics import Reliability, ood_auroc, reliability
+from fedivon_flwr.registry import Registry
+from fedivon_flwr.runs import load_arrays, read_json, read_metrics, write_bytes
+from fedivon_flwr.trained import Trained
+from simulation.plots import (
+    Curve,
+    Point,
+    convergence_figure,
+    partition_figure,
+    reliability_figure,
+    save_figure,
+    scores_figure,
+)
+from simulation.presets import preset_config, settings_of
+from simulation.report import LABELS, SCORES
+from simulation.studies.spec import AT_MEAN, Job, Study, known_studies, load_study
+
+OOD_EXAMPLES = 5000  # of each of the two datasets
+UNITS = {"accuracy": 100.0}  # the paper gives accuracy in per cent
+DIGITS = {"accuracy": 2}  # decimals; 4 otherwise
+METRICS = {**SCORES, "accuracy": "accuracy (%) ↑", "auroc": "AUROC ↑"}
+
+Run = Mapping[str, Any]
+
+
+class Report(ABC):
+    """One kind of table or figure."""
+
+    key: ClassVar[str] = ""  # of what `collect` adds to a run's JSON
+
+    def check(self, study: Study) -> None:  # noqa: B027
+        """Refuse a study that lacks what the report needs."""
+
+    def collect(self, job: Job, study: Study) -> Any:  # noqa: ARG002
+        """What the report needs of a run beyond its summary."""
+        return None
+
+    @abstractmethod
+    def write(self, study: Study, runs: Sequence[Run], folder: Path) -> list[str]:
+        """Write files into a folder; the lines of Markdown that show them."""
+
+
+REPORTS: Registry[Report] = Registry("report")
+
+
+# Scores over seeds
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A metric of one method on one dataset: over the seeds that are there, and in the paper."""
+
+    preset: str
+    dataset: str
+    variant: str
+    method: str
+    metric: str
+    values: tuple[float, ...]
+    paper: float | None
+
+    @property
+    def mean(self) -> float | None:
+        """Over the seeds; None while no run has finished."""
+        return mean(self.values) if self.values else None
+
+    @property
+    def std(self) -> float | None:
+        """Over the seeds, of a sample; None for fewer than two."""
+        return stdev(self.values) if len(self.values) > 1 else None
+
+    def text(self) -> str:
+        """For the Markdown table, e.g. ``62.71 ± 0.20 (62.54)``; a dash where no run has finished."""
+        digits = DIGITS.get(self.metric, 4)
+        ours = "-" if self.mean is None else f"{self.mean:.{digits}f}"
+        spread = "" if self.std is None else f" ± {self.std:.{digits}f}"
+        return ours + spread + ("" if self.paper is None else f" ({self.paper:.{digits}f})")
+
+
+def scores_at(run: Run, method: str) -> Mapping[str, float]:
+    """A run's scores as a row of a table: ``METHOD@mean``, or by Monte Carlo where there is a posterior."""
+    found: Mapping[str, Mapping[str, float]] = run["metrics"]
+    return found["mean"] if method.endswith(AT_MEAN) else found.get("mc", found["mean"])
+
+
+def cells(study: Study, runs: Sequence[Run], metrics: Sequence[str], values: Any = scores_at) -> list[Cell]:
+    """All cells of a study's table; those without a finished run are empty."""
+    found = []
+    for preset in study.presets:
+        dataset = settings_of({**preset_config(preset), **study.settings}).dataset
+        for variant in [v.label for v in study.variants] or [""]:
+            for method in study.methods:
+                mine = [
+                    values(run, method)
+                    for run in runs
+                    if (run["preset"], run["variant"], run["method"]) == (preset, variant, method.removesuffix(AT_MEAN))
+                ]
+                paper = study.paper.get(preset, {}).get(method, {})
+                for metric in metrics:
+                    ours = [scores[metric] for scores in mine]
+                    known = tuple(UNITS.get(metric, 1.0) * value for value in ours if value is not None)
+                    where = (preset, Path(dataset).stem, variant, method, metric)
+                    found.append(Cell(*where, known, paper.get(metric)))
+    return found
+
+
+def table_csv(study: Study, table: Sequence[Cell]) -> bytes:
+    """The table in long form; accuracy in per cent, as in the paper."""
+    text = StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    varied = [study.column] if study.column else []
+    writer.writerow(["dataset", "method", *varied, "metric", "mean", "std", "seeds", "paper"])
+    for cell in table:
+        numbers = ["" if value is None else f"{value:.6g}" for value in (cell.mean, cell.std)]
+        paper = "" if cell.paper is None else f"{cell.paper:g}"
+        label = [cell.variant] if study.column else []
+        writer.writerow([cell.dataset, cell.method, *label, cell.metric, *numbers, len(cell.values), paper])
+    return text.getvalue().encode()
+
+
+def table_markdown(study: Study, table: Sequence[Cell]) -> list[str]:
+    """The table for people: ours over the seeds and, in brackets, the paper's."""
+    metrics = list(dict.fromkeys(cell.metric for cell in table))
+    heads = ["data", *([study.column] if study.column else []), "", *(METRICS[metric] for metric in metrics)]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * (len(heads) - len(metrics)) + "|--:" * len(metrics) + "|"]
+    for start in range(0, len(table), len(metrics)):
+        row = table[start : start + len(metrics)]
+        names = [row[0].dataset, *([row[0].variant] if study.column else []), label(row[0].method)]
+        lines.append("| " + " | ".join([*names, *(cell.text() for cell in row)]) + " |")
+    return lines
+
+
+def label(method: str) -> str:
+    """A row's name for people: ``FedIvon@mean``."""
+    name = method.removesuffix(AT_MEAN)
+    return LABELS.get(name, name) + method.removeprefix(name)
+
+
+def explanation(table: Sequence[Cell]) -> str:
+    """What the numbers are, under the table."""
+    seeds = sorted({len(cell.values) for cell in table})
+    count = " to ".join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))
+    words = f"Mean ± standard deviation over the seeds ({count} of them here)"
+    return words + ("; in brackets the paper's number." if any(cell.paper is not None for cell in table) else ".")
+
+
+def both(figure: Any, folder: Path, name: str, alt: str) -> str:
+    """Save a figure as PNG and SVG; the Markdown that shows it."""
+    for suffix in ("png", "svg"):
+        save_figure(figure, folder / "figures" / f"{name}.{suffix}")
+    return f"![{alt}](figures/{name}.png)"
+
+
+def write_table(study: Study, table: Sequence[Cell], folder: Path) -> list[str]:
+    """table.csv, a figure for each dataset or variant, and the Markdown of both."""
+    write_bytes(folder / "table.csv", table_csv(study, table))
+    lines = [*table_markdown(study, table), "", explanation(table), ""]
+    if not any(cell.values for cell in table):
+        return lines
+    if not study.column:
+        return [*lines, both(scores_figure(points(table)), folder, "scores", "scores by dataset and method"), ""]
+    for preset in study.presets:
+        mine = [cell for cell in table if cell.preset == preset]
+        if any(cell.values for cell in mine):
+            figure = scores_figure(points(mine, varied=True), f"{mine[0].dataset}, by {study.column}")
+            lines += [both(figure, folder, f"scores-{Path(preset).stem}", f"scores by {study.column}"), ""]
+    return lines
+
+
+def points(table: Sequence[Cell], varied: bool = False) -> dict[str, list[Point]]:
+    """The cells of a table as points of a figure, by metric."""
+    found: dict[str, list[Point]] = {}
+    for cell in table:
+        group = cell.variant if varied else cell.dataset
+        point = Point(group, cell.method, label(cell.method), cell.mean, cell.std, cell.paper)
+        found.setdefault(METRICS[cell.metric], []).append(point)
+    return found
+
+
+class Scores(Report):
+    """Accuracy, ECE, NLL and Brier score."""
+
+    def write(self, study: Study, runs: Sequence[Run], folder: Path) -> list[str]:
+        """The table of scores."""
+        return write_table(study, cells(study, runs, list(SCORES)), folder)
+
+
+class Ood(Report):
+    """Telling unknown data from known by the predictive entropy."""
+
+    key = "ood"
+
+    def check(self, study: Study) -> None:
+        """Every preset needs foreign data of the same shape."""
+        for preset in study.presets:
+            dataset = load(settings_of({**preset_config(preset), **study.settings}).dataset)
+            if preset not in study.unseen:
+                raise UserError(
+                    f"The key 'unseen' of the study lacks '{preset}': name a dataset that is foreign to it."
+                )
+            if (foreign := load(study.unseen[preset])).shape != dataset.shape:
+                raise UserError(
+                    f"The key 'unseen.{preset}' is '{foreign.name}' with inputs of shape {foreign.shape} but those of "
+                    f"'{dataset.name}' are {dataset.shape}; choose a dataset of the same shape."
+                )
+
+    def collect(self, job: Job, study: Study) -> dict[str, Any]:
+        """AUROC at the mean and by Monte Carlo, on equally many examples of both, drawn with a fixed seed."""
+        foreign, folder, settings = load(study.unseen[job.preset]), Path(job.settings.run_dir), job.settings
+        inside = predictions(folder)
+        count = min(OOD_EXAMPLES, len(foreign.test), len(inside["labels"]))
+        known, unknown = (
+            np.sort(np.random.default_rng(0).choice(total, count, replace=False))
+            for total in (len(inside["labels"]), len(foreign.test))
+        )
+        trained = Trained.load(folder, settings.model if ":" in settings.model else None)
+        found: dict[str, Any] = {"dataset": foreign.name, "examples": count}
+        for at in ("mean", "mc"):
+            if at in inside:
+                samples = settings.test_samples if at == "mc" else 0
+                outside = trained.predict(foreign.test.x[unknown], samples, settings.seed)
+                found[at] = {"auroc": ood_auroc(inside[at][known], outside)}
+        return found
+
+    def write(self, study: Study, runs: Sequence[Run], folder: Path) -> list[str]:
+        """The table of AUROCs."""
+
+        def auroc(run: Run, method: str) -> Mapping[str, float]:
+            return scores_at({"metrics": run["ood"]}, method)
+
+        lines = write_table(study, cells(study, runs, ["auroc"], auroc), folder)
+        pairs = [f"{Path(preset).stem} against {study.unseen[preset]}" for preset in study.presets]
+        return [*lines, f"Known against unknown data: {', '.join(pairs)}.", ""]
+
+
+class Curves(Report):
+    """Loss and accuracy over the rounds."""
+
+    key = "curve"
+
+    def collect(self, job: Job, study: Study) -> list[dict[str, Any]]:  # noqa: ARG002
+        """The rounds in which the server evaluated."""
+        rows = read_metrics(Path(job.settings.run_dir))
+        return [{k: row[k] for k in ("round", "train_loss", "mean", "mc") if k in row} for row in rows if "mean" in row]
+
+    def write(self, study: Study, runs: Sequence[Run], folder: Path) -> list[str]:
+        """curves.csv, and a figure with a column for each dataset (or variant)."""
+        write_bytes(folder / "curves.csv", curves_csv(study, runs))
+        lines: list[str] = []
+        if study.column:
+            for preset in study.presets:
+                mine = [run for run in runs if run["preset"] == preset]
+                panels = {f"{study.column} = {v.label}": select(mine, variant=v.label) for v in study.variants}
+                lines += self._figure(study, panels, folder, f"curves-{Path(preset).stem}")
+            return lines
+        return self._figure(study, {p: select(runs, preset=p) for p in study.presets}, folder, "curves")
+
+    def _figure(self, study: Study, panels: Mapping[str, Sequence[Run]], folder: Path, name: str) -> list[str]:
+        drawn = {
+            Path(title).stem if title.endswith(".toml") else title: [
+                curve for method in study.methods if (curve := mean_curve(mine, method)) is not None
+            ]
+            for title, mine in panels.items()
+            if mine
+        }
+        if not drawn:
+            return []
+        return [both(convergence_figure(drawn), folder, name, "test loss and accuracy over the rounds"), ""]
+
+
+def select(runs: Sequence[Run], **wanted: str) -> list[Run]:
+    """The runs with these values."""
+    return [run for run in runs if all(run[key] == value for key, value in wanted.items())]
+
+
+def curve_of(run: Run, method: str) -> Iterator[tuple[int, Mapping[str, float]]]:
+    """A method's scores in the rounds in which they were taken."""
+    for row in run["curve"]:
+        yield row["round"], scores_at({"metrics": row}, method)
+
+
+def mean_curve(runs: Sequence[Run], method: str) -> Curve | None:
+    """A method's curve, averaged over the seeds; None without runs."""
+    mine = [dict(curve_of(run, method)) for run in runs if run["method"] == method.removesuffix(AT_MEAN)]
+    if not mine:
+        return None
+    rounds = sorted(set.intersection(*(set(curve) for curve in mine)))
+    loss, accuracy = (
+        [mean(nan_if_none(curve[r][metric]) for curve in mine) for r in rounds] for metric in ("nll", "accuracy")
+    )
+    return Curve(method, label(method), rounds, loss, [100 * value for value in accuracy])
+
+
+def nan_if_none(value: float | None) -> float:
+    """JSON has no NaN."""
+    return float("nan") if value is None else value
+
+
+def curves_csv(study: Study, runs: Sequence[Run]) -> bytes:
+    """All curves in long form."""
+    text = StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    varied = [study.column] if study.column else []
+    writer.writerow(["dataset", "method", *varied, "seed", "round", "nll", "accuracy"])
+    for run in runs:
+        for method in study.methods:
+            if run["method"] == method.removesuffix(AT_MEAN):
+                for server_round, scores in curve_of(run, method):
+                    numbers = [nan_if_none(scores["nll"]), 100 * nan_if_none(scores["accuracy"])]
+                    where = [Path(run["dataset"]).stem, method, *([run["variant"]] if varied else []), run["seed"]]
+                    writer.writerow([*where, server_round, *(f"{value:.6g}" for value in numbers)])
+    return text.getvalue().encode()
+
+
+class ReliabilityDiagrams(Report):
+    """Accuracy against confidence."""
+
+    key = "reliability"
+
+    def collect(self, job: Job, study: Study) -> dict[str, Any]:  # noqa: ARG002
+        """Accuracy, confidence and count of every bin."""
+        kept = predictions(Path(job.settings.run_dir))
+        found = {at: reliability(kept[at], kept["labels"]) for at in ("mean", "mc") if at in kept}
+        return {at: {name: array.tolist() for name, array in vars(bins).items()} for at, bins in found.items()}
+
+    def write(self, study: Study, runs: Sequence[Run], folder: Path) -> list[str]:
+        """A figure for every dataset, from its first seed."""
+        lines: list[str] = []
+        for preset in study.presets:
+            bins = {}
+            for method in study.methods:
+                mine = select(runs, preset=preset, method=method.removesuffix(AT_MEAN))
+                if mine:
+                    first = min(mine, key=lambda run: run["seed"])
+                    bins[method] = (label(method), as_bins(scores_at({"metrics": first["reliability"]}, method)))
+            if bins:
+                stem = Path(preset).stem
+                figure = reliability_figure(bins, f"{stem}: reliability")
+                lines += [both(figure, folder, f"reliability-{stem}", f"reliability diagrams, {stem}"), ""]
+        return lines
+
+
+def as_bins(saved: Mapping[str, Any]) -> Reliability:
+    """Bins as they were before they went through JSON."""
+
+    def array(name: str) -> NDArray[np.float64]:
+        return np.array([nan_if_none(value) for value in saved[name]])
+
+    return Reliability(array("edges"), array("confidence"), array("accuracy"), np.array(saved["count"], dtype=np.int64))
+
+
+class Partitions(Report):
+    """Who has which class."""
+
+    def write(self, study: Study, runs: Sequence[Run], folder: Path) -> list[str]:  # noqa: ARG002
+        """partitions.csv, and a figure for every dataset."""
+        text = StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["dataset", "client", "class", "examples"])
+        lines: list[str] = []
+        for preset in study.presets:
+            settings = settings_of({**preset_config(preset), **study.settings})
+            dataset, stem = load(settings.dataset), Path(preset).stem
+            parts = clients.split(settings.dataset, clients.partition_spec(settings))
+            counts = class_counts(parts, dataset.train.y, dataset.classes)
+            for client, number in zip(*np.nonzero(counts), strict=True):
+                writer.writerow([Path(settings.dataset).stem, client, number, counts[client, number]])
+            split = f"{settings.partitioner}, {settings.clients} clients, seed {settings.partition_seed}"
+            figure = partition_figure(counts, f"{Path(settings.dataset).stem}: {split}")
+            lines += [both(figure, folder, f"partition-{stem}", f"who has which class, {stem}"), ""]
+        write_bytes(folder / "partitions.csv", text.getvalue().encode())
+        return lines
+
+
+REPORTS.add("scores")(Scores())
+REPORTS.add("ood")(Ood())
+REPORTS.add("curves")(Curves())
+REPORTS.add("reliability")(ReliabilityDiagrams())
+REPORTS.add("partitions")(Partitions())
+
+
+def predictions(folder: Path) -> dict[str, torch.Tensor]:
+    """Labels and probabilities that a run has kept."""
+    arrays, _ = load_arrays(folder / "predictions.safetensors")
+    return {key: torch.from_numpy(array) for key, array in arrays.items()}
+
+
+# A study's folder
+
+
+def check_reports(study: Study) -> None:
+    """Refuse unknown reports, and those that lack something."""
+    for name in study.reports:
+        REPORTS[name].check(study)
+
+
+def collect(job: Job, study: Study) -> dict[str, Any]:
+    """A finished run as JSON: its summary, where it stands in the study, and what the reports need."""
+    folder = Path(job.settings.run_dir)
+    about = read_json(folder / "provenance.json")
+    found = {**read_json(folder / "summary.json"), "preset": job.preset, "variant": job.variant}
+    found["git_commit"] = about["git_commit"]
+    for name in study.reports:
+        if key := REPORTS[name].key:
+            found[key] = REPORTS[name].collect(job, study)
+    return found
+
+
+def is_collected(job: Job, study: Study, saved: Mapping[str, Any] | None) -> bool:
+    """Whether a JSON file is that of this run, with all that the reports need."""
+    if saved is None or any(key not in saved for name in study.reports if (key := REPORTS[name].key)):
+        return False
+    return settings_of(saved["settings"]).identity() == job.settings.identity()
+
+
+def write_reports(study: Study, runs: Sequence[Run], folder: Path) -> None:
+    """study.toml, README.md, tables and figures of a study, from the runs that are there."""
+    (folder / "figures").mkdir(parents=True, exist_ok=True)
+    lines = [f"# {study.title}", "", f"    {command(study)}", ""]
+    for name in study.reports:
+        lines += REPORTS[name].write(study, runs, folder)
+    write_bytes(folder / "study.toml", study.toml())
+    write_bytes(folder / "README.md", "\n".join(lines).encode())
+
+
+def command(study: Study) -> str:
+    """What to type for this study: its name where that says it all, or else the description in its folder."""
+    plain = study.name.removesuffix("-quick")
+    if plain in known_studies() and load_study(plain, plain != study.name) == study:
+        return f"fedivon study {plain}" + (" --quick" if plain != study.name else "")
+    return "fedivon study study.toml    # in this folder"
