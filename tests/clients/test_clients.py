@@ -16,6 +16,7 @@ import strategies
 from clients.base import LocalData, TorchClient
 from clients.fedavg import FedAvgClient
 from clients.fedivon import FedIvonClient
+from clients.fedlaplace import FedLaplaceClient
 from fedivon_flwr.data import load
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.models import build as build_model
@@ -23,11 +24,12 @@ from fedivon_flwr.records import from_record, model_arrays, to_record, wire_keys
 from fedivon_flwr.settings import Settings
 
 Arrays = list[NDArray[Any]]
-KINDS: list[type[TorchClient]] = [FedIvonClient, FedAvgClient]
+KINDS: list[type[TorchClient]] = [FedIvonClient, FedAvgClient, FedLaplaceClient]
 TOLD: dict[str, Any] = {"server-round": 1, "seed": 0, "batch-size": 32, "local-epochs": 1, "eval-samples": 4}
 PLAN: dict[type[TorchClient], dict[str, Any]] = {
     FedIvonClient: TOLD | {"lr": 0.1, "ess": 1000.0, "hess-init": 1.0, "weight-decay": 1e-3, "beta2": 0.999},
     FedAvgClient: TOLD | {"lr": 1e-3, "weight-decay": 1e-4},
+    FedLaplaceClient: TOLD | {"lr": 1e-3, "weight-decay": 1e-4, "penalty": 0.01, "prior-precision": 5000.0},
 }
 
 
@@ -127,7 +129,7 @@ def test_the_generators_of_the_process_are_left_alone(kind: type[TorchClient], c
 def test_training_learns(kind: type[TorchClient]) -> None:
     own = client(kind, count=600)
     before = own.evaluate(sent(kind), PLAN[kind])[0]
-    lr = {FedIvonClient: 0.3, FedAvgClient: 5e-3}[kind]
+    lr = 0.3 if kind is FedIvonClient else 5e-3
     arrays, _, metrics = own.fit(sent(kind), PLAN[kind] | {"local-epochs": 4, "batch-size": 16, "lr": lr})
     after, _, scores = own.evaluate(arrays, PLAN[kind])
     assert after < 0.5 * before
@@ -295,7 +297,9 @@ def settings(**changes: Any) -> Settings:
     return Settings.from_config(config)
 
 
-@pytest.mark.parametrize(("method", "kind"), [("fedivon", FedIvonClient), ("fedavg", FedAvgClient)])
+@pytest.mark.parametrize(
+    ("method", "kind"), [("fedivon", FedIvonClient), ("fedavg", FedAvgClient), ("fedlaplace", FedLaplaceClient)]
+)
 def test_a_node_gets_its_part(method: str, kind: type[TorchClient]) -> None:
     parts = []
     for number in range(4):

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 from urllib.error import URLError
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from command import Command, Ended, assert_refused
 
 from fedivon_flwr import cli
 from fedivon_flwr.data import DATASETS, load
@@ -22,47 +22,12 @@ from fedivon_flwr.settings import Settings
 from strategies.fedivon import Options
 
 
-class Ended(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Ended]
-
-
-@pytest.fixture
-def fedivon(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
-    """The `fedivon` command in this process, through its entry point; runs go to a folder of the test."""
-    monkeypatch.setenv("FEDIVON_RUNS", str(tmp_path / "runs"))
-
-    def run(*words: object) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["fedivon", *map(str, words)])
-        monkeypatch.setattr(cli.out, "_width", 200)
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        code = ended.value.code
-        return Ended(code if isinstance(code, int) else 0, *capsys.readouterr())
-
-    return run
-
-
 def program(*words: object, cache: Path) -> Ended:
     """The `fedivon` program as users start it."""
     command = [str(Path(sys.executable).with_name("fedivon")), *map(str, words)]
     env = {**os.environ, "FEDIVON_CACHE": str(cache), "COLUMNS": "200"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     return Ended(done.returncode, done.stdout, done.stderr)
-
-
-def assert_refused(ended: Ended, *named: str) -> None:
-    assert ended.code == 2, ended
-    assert ended.out == ""
-    assert ended.err.startswith("Error: ")
-    assert ended.err.count("\n") == 1
-    assert ended.err.endswith(".\n")
-    assert all(part in ended.err for part in named), ended.err
 
 
 def files(path: Path) -> dict[str, bytes]:

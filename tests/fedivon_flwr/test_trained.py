@@ -1,18 +1,16 @@
 """A trained posterior predicts what its file says, from arrays and images, in Python and by `fedivon predict`."""
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from command import Command, assert_refused
 from PIL import Image
 
 import strategies
-from fedivon_flwr import cli
 from fedivon_flwr.data import load, normalise
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.evaluation import Evaluator
@@ -23,40 +21,6 @@ from fedivon_flwr.runs import Checkpoint, RunFolder, load_arrays, read_json, sav
 from fedivon_flwr.settings import Settings
 from fedivon_flwr.trained import Trained, read_inputs
 from simulation.federation import finish
-
-
-class Ended(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Ended]
-
-
-@pytest.fixture
-def fedivon(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """The `fedivon` command in this process, through its entry point."""
-
-    def run(*words: object) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["fedivon", *map(str, words)])
-        monkeypatch.setattr(cli.out, "_width", 200)
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        code = ended.value.code
-        return Ended(code if isinstance(code, int) else 0, *capsys.readouterr())
-
-    return run
-
-
-def assert_refused(ended: Ended, *named: str) -> None:
-    assert ended.code == 2, ended
-    assert ended.out == ""
-    assert ended.err.startswith("Error: ")
-    assert ended.err.count("\n") == 1
-    assert ended.err.endswith(".\n")
-    assert all(part in ended.err for part in named), ended.err
 
 
 def finished(path: Path, method: str, model: str = "mlp", dataset: str = "digits") -> Path:

@@ -76,7 +76,7 @@ def test_tensorboard_events_are_written(tmp_path: Path) -> None:
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 
-@pytest.mark.parametrize("method", ["fedivon", "fedavg"])
+@pytest.mark.parametrize("method", strategies.STRATEGIES.names())
 @pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.toml")))
 def test_what_flower_makes_of_the_config_is_what_we_sent(preset: str, method: str, tmp_path: Path) -> None:
     """``flwr run`` fills in the defaults of pyproject.toml: no option may be left to it."""

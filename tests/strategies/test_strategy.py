@@ -37,7 +37,7 @@ CONFIG: dict[str, Any] = {
     "device": "cpu",
     "node-wait": 0.1,
 }
-METHODS = ["fedivon", "fedavg"]
+METHODS = ["fedivon", "fedavg", "fedlaplace"]
 
 
 class Run:
