@@ -218,24 +218,20 @@ def data_show(
     ),
 ) -> None:
     """Show who has what: the partition of a preset as a picture."""
-    import clients
-    from fedivon_flwr.data import class_counts, load
-    from simulation.plots import partition_figure, save_figure
+    from simulation.plots import save_figure
+    from simulation.report import who_has_what
 
     if output.suffix not in (".png", ".svg"):
         raise UserError(f"The picture '{output}' must end in .png or .svg.")
     settings = make_settings(preset, set_ or [])
-    dataset = load(settings.dataset)
-    parts = clients.split(settings.dataset, clients.partition_spec(settings))
-    counts = class_counts(parts, dataset.train.y, dataset.classes)
+    counts, figure = who_has_what(settings)
     sizes = counts.sum(1)
-    split = f"{settings.partitioner}, {settings.clients} clients, seed {settings.partition_seed}"
     try:
-        save_figure(partition_figure(counts, f"{Path(settings.dataset).stem}: {split}"), output)
+        save_figure(figure, output)
     except OSError as error:
         raise UserError(f"The picture '{output}' cannot be written ({error.strerror}).") from None
     out.print(
-        f"{len(parts)} clients with {sizes.min()} to {sizes.max()} examples ({sizes.sum()} in all), "
+        f"{len(counts)} clients with {sizes.min()} to {sizes.max()} examples ({sizes.sum()} in all), "
         f"{(counts > 0).sum(1).min()} to {(counts > 0).sum(1).max()} classes each: {output}",
         highlight=False,
         soft_wrap=True,

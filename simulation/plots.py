@@ -23,15 +23,17 @@ COLOURS = {  # Okabe and Ito's palette, safe for the colour-blind; the same meth
     "fedivon": "#d55e00",
 }
 OTHER_COLOURS = ("#cc79a7", "#56b4e9", "#000000", "#f0e442")
+PALETTE = (*COLOURS.values(), *OTHER_COLOURS)
 TRAINING = "#7f7f7f"
 WIDTH = 9.0  # inches: 900 pixels at 100 dpi, the width of a README
 
 
 class Curve(NamedTuple):
-    """A method's test loss and accuracy (in per cent) over the rounds."""
+    """Test loss and accuracy (in per cent) over the rounds."""
 
-    method: str
     label: str
+    colour: str
+    line: str  # matplotlib's style: "-", "--"
     rounds: Sequence[int]
     loss: Sequence[float]
     accuracy: Sequence[float]
@@ -121,7 +123,7 @@ def convergence_figure(panels: Mapping[str, Sequence[Curve]]) -> Figure:
     for column, (title, curves) in enumerate(panels.items()):
         loss, accuracy = grid[:, column]
         for curve in curves:
-            style = {"color": colour(curve.method), "linestyle": "--" if curve.method.endswith("@mean") else "-"}
+            style = {"color": curve.colour, "linestyle": curve.line}
             loss.plot(curve.rounds, curve.loss, label=curve.label, **style)
             accuracy.plot(curve.rounds, curve.accuracy, **style)
         loss.set_title(title)

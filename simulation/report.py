@@ -3,11 +3,20 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+import clients
+from fedivon_flwr.data import class_counts, load
 from fedivon_flwr.evaluation import Predictions
 from fedivon_flwr.metrics import reliability
 from fedivon_flwr.runs import write_bytes
+from fedivon_flwr.settings import Settings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SCORES = {"accuracy": "accuracy ↑", "ece": "ECE ↓", "nll": "NLL ↓", "brier": "Brier ↓"}
 LABELS = {"fedavg": "FedAvg", "fedlaplace": "FedLaplace", "fedivon": "FedIvon"}
@@ -60,6 +69,17 @@ def write_report(
     text += ["![curves](curves.png)", "", "## Settings", "", "```toml"]
     text += [f"{key} = {toml_value(value)}" for key, value in summary["settings"].items()] + ["```", ""]
     write_bytes(folder / "report.md", "\n".join(text).encode())
+
+
+def who_has_what(settings: Settings) -> "tuple[NDArray[np.int64], Figure]":
+    """The examples of every class (columns) at every client (rows), and a picture of them."""
+    from simulation.plots import partition_figure
+
+    dataset = load(settings.dataset)
+    parts = clients.split(settings.dataset, clients.partition_spec(settings))
+    counts = class_counts(parts, dataset.train.y, dataset.classes)
+    split = f"{settings.partitioner}, {settings.clients} clients, seed {settings.partition_seed}"
+    return counts, partition_figure(counts, f"{Path(settings.dataset).stem}: {split}")
 
 
 def toml_value(value: str | float | bool) -> str:

@@ -56,7 +56,7 @@ LOWER = {  # what a folder may import of the others
     "strategies": {"strategies", "fedivon_flwr"},
     "simulation": {"simulation", "strategies", "clients", "fedivon_flwr"},
 }
-APPS = {"client_app", "server_app", "cli"}
+APPS = {"client_app", "server_app", "cli", "__main__"}
 
 
 @pytest.mark.parametrize("path", sorted(p for f in (*LOWER, "fedivon_flwr") for p in (ROOT / f).rglob("*.py")), ids=str)

@@ -6,44 +6,51 @@ may take long); `write` makes files and Markdown of what was collected for all r
 """
 
 import csv
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-import clients
-from fedivon_flwr.data import class_counts, load
+from fedivon_flwr.data import load
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.metrics import Reliability, ood_auroc, reliability
 from fedivon_flwr.registry import Registry
 from fedivon_flwr.runs import load_arrays, read_json, read_metrics, write_bytes
 from fedivon_flwr.trained import Trained
 from simulation.plots import (
+    PALETTE,
     Curve,
     Point,
+    colour,
     convergence_figure,
-    partition_figure,
     reliability_figure,
     save_figure,
     scores_figure,
 )
 from simulation.presets import preset_config, settings_of
-from simulation.report import LABELS, SCORES
+from simulation.report import SCORES, who_has_what
 from simulation.studies.spec import AT_MEAN, Job, Study, known_studies, load_study
+from simulation.studies.tables import (
+    METRICS,
+    Cell,
+    Run,
+    cells,
+    explanation,
+    label,
+    scores_at,
+    table_csv,
+    table_markdown,
+)
 
 OOD_EXAMPLES = 5000  # of each of the two datasets
-UNITS = {"accuracy": 100.0}  # the paper gives accuracy in per cent
-DIGITS = {"accuracy": 2}  # decimals; 4 otherwise
-METRICS = {**SCORES, "accuracy": "accuracy (%) ↑", "auroc": "AUROC ↑"}
-
-Run = Mapping[str, Any]
+MOST_PANELS = 4  # side by side
 
 
 class Report(ABC):
@@ -64,106 +71,6 @@ class Report(ABC):
 
 
 REPORTS: Registry[Report] = Registry("report")
-
-
-# Scores over seeds
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A metric of one method on one dataset: over the seeds that are there, and in the paper."""
-
-    preset: str
-    dataset: str
-    variant: str
-    method: str
-    metric: str
-    values: tuple[float, ...]
-    paper: float | None
-
-    @property
-    def mean(self) -> float | None:
-        """Over the seeds; None while no run has finished."""
-        return mean(self.values) if self.values else None
-
-    @property
-    def std(self) -> float | None:
-        """Over the seeds, of a sample; None for fewer than two."""
-        return stdev(self.values) if len(self.values) > 1 else None
-
-    def text(self) -> str:
-        """For the Markdown table, e.g. ``62.71 ± 0.20 (62.54)``; a dash where no run has finished."""
-        digits = DIGITS.get(self.metric, 4)
-        ours = "-" if self.mean is None else f"{self.mean:.{digits}f}"
-        spread = "" if self.std is None else f" ± {self.std:.{digits}f}"
-        return ours + spread + ("" if self.paper is None else f" ({self.paper:.{digits}f})")
-
-
-def scores_at(run: Run, method: str) -> Mapping[str, float]:
-    """A run's scores as a row of a table: ``METHOD@mean``, or by Monte Carlo where there is a posterior."""
-    found: Mapping[str, Mapping[str, float]] = run["metrics"]
-    return found["mean"] if method.endswith(AT_MEAN) else found.get("mc", found["mean"])
-
-
-def cells(study: Study, runs: Sequence[Run], metrics: Sequence[str], values: Any = scores_at) -> list[Cell]:
-    """All cells of a study's table; those without a finished run are empty."""
-    found = []
-    for preset in study.presets:
-        dataset = settings_of({**preset_config(preset), **study.settings}).dataset
-        for variant in [v.label for v in study.variants] or [""]:
-            for method in study.methods:
-                mine = [
-                    values(run, method)
-                    for run in runs
-                    if (run["preset"], run["variant"], run["method"]) == (preset, variant, method.removesuffix(AT_MEAN))
-                ]
-                paper = study.paper.get(preset, {}).get(method, {})
-                for metric in metrics:
-                    ours = [scores[metric] for scores in mine]
-                    known = tuple(UNITS.get(metric, 1.0) * value for value in ours if value is not None)
-                    where = (preset, Path(dataset).stem, variant, method, metric)
-                    found.append(Cell(*where, known, paper.get(metric)))
-    return found
-
-
-def table_csv(study: Study, table: Sequence[Cell]) -> bytes:
-    """The table in long form; accuracy in per cent, as in the paper."""
-    text = StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    varied = [study.column] if study.column else []
-    writer.writerow(["dataset", "method", *varied, "metric", "mean", "std", "seeds", "paper"])
-    for cell in table:
-        numbers = ["" if value is None else f"{value:.6g}" for value in (cell.mean, cell.std)]
-        paper = "" if cell.paper is None else f"{cell.paper:g}"
-        label = [cell.variant] if study.column else []
-        writer.writerow([cell.dataset, cell.method, *label, cell.metric, *numbers, len(cell.values), paper])
-    return text.getvalue().encode()
-
-
-def table_markdown(study: Study, table: Sequence[Cell]) -> list[str]:
-    """The table for people: ours over the seeds and, in brackets, the paper's."""
-    metrics = list(dict.fromkeys(cell.metric for cell in table))
-    heads = ["data", *([study.column] if study.column else []), "", *(METRICS[metric] for metric in metrics)]
-    lines = ["| " + " | ".join(heads) + " |", "|---" * (len(heads) - len(metrics)) + "|--:" * len(metrics) + "|"]
-    for start in range(0, len(table), len(metrics)):
-        row = table[start : start + len(metrics)]
-        names = [row[0].dataset, *([row[0].variant] if study.column else []), label(row[0].method)]
-        lines.append("| " + " | ".join([*names, *(cell.text() for cell in row)]) + " |")
-    return lines
-
-
-def label(method: str) -> str:
-    """A row's name for people: ``FedIvon@mean``."""
-    name = method.removesuffix(AT_MEAN)
-    return LABELS.get(name, name) + method.removeprefix(name)
-
-
-def explanation(table: Sequence[Cell]) -> str:
-    """What the numbers are, under the table."""
-    seeds = sorted({len(cell.values) for cell in table})
-    count = " to ".join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))
-    words = f"Mean ± standard deviation over the seeds ({count} of them here)"
-    return words + ("; in brackets the paper's number." if any(cell.paper is not None for cell in table) else ".")
 
 
 def both(figure: Any, folder: Path, name: str, alt: str) -> str:
@@ -247,7 +154,7 @@ class Ood(Report):
     def write(self, study: Study, runs: Sequence[Run], folder: Path) -> list[str]:
         """The table of AUROCs."""
 
-        def auroc(run: Run, method: str) -> Mapping[str, float]:
+        def auroc(run: Run, method: str) -> Mapping[str, float | None]:
             return scores_at({"metrics": run["ood"]}, method)
 
         lines = write_table(study, cells(study, runs, ["auroc"], auroc), folder)
@@ -266,28 +173,48 @@ class Curves(Report):
         return [{k: row[k] for k in ("round", "train_loss", "mean", "mc") if k in row} for row in rows if "mean" in row]
 
     def write(self, study: Study, runs: Sequence[Run], folder: Path) -> list[str]:
-        """curves.csv, and a figure with a column for each dataset (or variant)."""
+        """curves.csv, and a figure with a panel for each dataset, or for each variant (method) of a dataset."""
         write_bytes(folder / "curves.csv", curves_csv(study, runs))
+        if not study.column:
+            panels = {Path(p).stem: by_method(study, select(runs, preset=p)) for p in study.presets}
+            return curves_shown(panels, folder, "curves")
         lines: list[str] = []
-        if study.column:
-            for preset in study.presets:
-                mine = [run for run in runs if run["preset"] == preset]
-                panels = {f"{study.column} = {v.label}": select(mine, variant=v.label) for v in study.variants}
-                lines += self._figure(study, panels, folder, f"curves-{Path(preset).stem}")
-            return lines
-        return self._figure(study, {p: select(runs, preset=p) for p in study.presets}, folder, "curves")
+        for preset in study.presets:
+            mine = select(runs, preset=preset)
+            if len(study.variants) <= MOST_PANELS:
+                names = {v.label: f"{study.column} = {v.label}" for v in study.variants}
+                panels = {name: by_method(study, select(mine, variant=v)) for v, name in names.items()}
+            else:
+                panels = {label(method): by_variant(study, mine, method) for method in study.methods}
+            lines += curves_shown(panels, folder, f"curves-{Path(preset).stem}")
+        return lines
 
-    def _figure(self, study: Study, panels: Mapping[str, Sequence[Run]], folder: Path, name: str) -> list[str]:
-        drawn = {
-            Path(title).stem if title.endswith(".toml") else title: [
-                curve for method in study.methods if (curve := mean_curve(mine, method)) is not None
-            ]
-            for title, mine in panels.items()
-            if mine
-        }
-        if not drawn:
-            return []
-        return [both(convergence_figure(drawn), folder, name, "test loss and accuracy over the rounds"), ""]
+
+def by_method(study: Study, runs: Sequence[Run]) -> list[Curve]:
+    """A curve for every method, in the method's colour."""
+    found = [(method, mean_curve(runs, method)) for method in study.methods]
+    return [
+        Curve(label(method), colour(method), "--" if method.endswith(AT_MEAN) else "-", *curve)
+        for method, curve in found
+        if curve
+    ]
+
+
+def by_variant(study: Study, runs: Sequence[Run], method: str) -> list[Curve]:
+    """A curve for every variant, in colours and line styles that tell them apart."""
+    found = [(v.label, mean_curve(select(runs, variant=v.label), method)) for v in study.variants]
+    styles = itertools.product(("-", "--"), PALETTE)
+    return [
+        Curve(name, shade, line, *curve) for (name, curve), (line, shade) in zip(found, styles, strict=False) if curve
+    ]
+
+
+def curves_shown(panels: Mapping[str, Sequence[Curve]], folder: Path, name: str) -> list[str]:
+    """The figure of the panels that have curves."""
+    drawn = {title: curves for title, curves in panels.items() if curves}
+    return (
+        [both(convergence_figure(drawn), folder, name, "test loss and accuracy over the rounds"), ""] if drawn else []
+    )
 
 
 def select(runs: Sequence[Run], **wanted: str) -> list[Run]:
@@ -295,14 +222,14 @@ def select(runs: Sequence[Run], **wanted: str) -> list[Run]:
     return [run for run in runs if all(run[key] == value for key, value in wanted.items())]
 
 
-def curve_of(run: Run, method: str) -> Iterator[tuple[int, Mapping[str, float]]]:
+def curve_of(run: Run, method: str) -> Iterator[tuple[int, Mapping[str, float | None]]]:
     """A method's scores in the rounds in which they were taken."""
     for row in run["curve"]:
         yield row["round"], scores_at({"metrics": row}, method)
 
 
-def mean_curve(runs: Sequence[Run], method: str) -> Curve | None:
-    """A method's curve, averaged over the seeds; None without runs."""
+def mean_curve(runs: Sequence[Run], method: str) -> tuple[list[int], list[float], list[float]] | None:
+    """A method's rounds, losses and accuracies (in per cent), averaged over the seeds; None without runs."""
     mine = [dict(curve_of(run, method)) for run in runs if run["method"] == method.removesuffix(AT_MEAN)]
     if not mine:
         return None
@@ -310,7 +237,7 @@ def mean_curve(runs: Sequence[Run], method: str) -> Curve | None:
     loss, accuracy = (
         [mean(nan_if_none(curve[r][metric]) for curve in mine) for r in rounds] for metric in ("nll", "accuracy")
     )
-    return Curve(method, label(method), rounds, loss, [100 * value for value in accuracy])
+    return rounds, loss, [100 * value for value in accuracy]
 
 
 def nan_if_none(value: float | None) -> float:
@@ -381,14 +308,10 @@ class Partitions(Report):
         writer.writerow(["dataset", "client", "class", "examples"])
         lines: list[str] = []
         for preset in study.presets:
-            settings = settings_of({**preset_config(preset), **study.settings})
-            dataset, stem = load(settings.dataset), Path(preset).stem
-            parts = clients.split(settings.dataset, clients.partition_spec(settings))
-            counts = class_counts(parts, dataset.train.y, dataset.classes)
+            settings, stem = settings_of({**preset_config(preset), **study.settings}), Path(preset).stem
+            counts, figure = who_has_what(settings)
             for client, number in zip(*np.nonzero(counts), strict=True):
                 writer.writerow([Path(settings.dataset).stem, client, number, counts[client, number]])
-            split = f"{settings.partitioner}, {settings.clients} clients, seed {settings.partition_seed}"
-            figure = partition_figure(counts, f"{Path(settings.dataset).stem}: {split}")
             lines += [both(figure, folder, f"partition-{stem}", f"who has which class, {stem}"), ""]
         write_bytes(folder / "partitions.csv", text.getvalue().encode())
         return lines

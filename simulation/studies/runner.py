@@ -198,6 +198,8 @@ class Board:
         columns = (TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[state]}"))
         self._bars = Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal)
         self._tasks: dict[str, TaskID] = {}
+        self._states = {job: RunState.of(job.settings) for job in results.jobs}
+        self._running: set[Job] = set()
         self._line = 0.0
 
     def __enter__(self) -> "Board":
@@ -209,9 +211,15 @@ class Board:
 
     def show(self, running: Sequence[Job], waiting: int) -> None:
         """Draw anew; on no terminal, a line now and then."""
+        if not self._console.is_terminal and time.monotonic() - self._line < LINE_SECONDS:
+            return
+        self._line = time.monotonic()
+        for job in self._running | set(running):  # only theirs have changed
+            self._states[job] = RunState.of(job.settings)
+        self._running = set(running)
         total = len(self._results.jobs)
         done = total - waiting - len(running)
-        states = {job: RunState.of(job.settings) for job in self._results.jobs}
+        states = self._states
         left = time_left(states, max(1, len(running)))
         head = f"{done} of {total} runs done" + (f", about {duration(left)} left" if left is not None else "")
         words = {job.name: states[job].words() for job in running}
@@ -221,8 +229,7 @@ class Board:
                 self._bar(job.name, states[job].rounds_done, job.settings.rounds, words[job.name])
             elif job.name in self._tasks:
                 self._bars.remove_task(self._tasks.pop(job.name))
-        if not self._console.is_terminal and time.monotonic() - self._line > LINE_SECONDS:
-            self._line = time.monotonic()
+        if not self._console.is_terminal:
             text = "; ".join(f"{name} {state}" for name, state in words.items())
             self._console.print(f"{self._results.study.name}: {head}; {text}", highlight=False, soft_wrap=True)
 

@@ -20,6 +20,7 @@ from fedivon_flwr.data.datasets import DATASETS, Dataset, Split, batch_to_tensor
 from fedivon_flwr.errors import UserError
 
 REAL = Path(os.environ.get("FEDIVON_DATA", "")) if os.environ.get("FEDIVON_DATA") else None
+FETCHED = {name for name in DATASETS if not DATASETS[name].bundled}
 CPU = torch.device("cpu")
 
 
@@ -69,6 +70,21 @@ def test_digits_need_neither_network_nor_data_folder(offline: None, monkeypatch:
     assert np.bincount(digits.test.y).tolist() == [36, 36, 35, 37, 36, 37, 36, 36, 35, 36]
     pixels = np.concatenate([digits.train.x, digits.test.x]) / 255
     np.testing.assert_allclose((*digits.mean, *digits.std), (pixels.mean(), pixels.std()), atol=1e-4)
+
+
+def test_photos_are_patches_of_two_photographs(offline: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FEDIVON_DATA", raising=False)
+    photos = load("photos")
+    assert (photos.classes, photos.shape) == (2, load("digits").shape)
+    assert len(photos.train) + len(photos.test) == 2 * (427 // 8) * (640 // 8)
+    pixels = np.concatenate([photos.train.x, photos.test.x]) / 255
+    np.testing.assert_allclose((*photos.mean, *photos.std), (pixels.mean(), pixels.std()), atol=1e-3)
+    from sklearn.datasets import load_sample_image
+
+    corner = np.rint(load_sample_image("china.jpg").mean(-1)[8:16, 16:24]).astype(np.uint8)
+    mine = np.concatenate([photos.train.x, photos.test.x])[..., 0]
+    labels = np.concatenate([photos.train.y, photos.test.y])
+    assert 0 in labels[(mine == corner).all((1, 2))]
 
 
 def test_arrays_are_read_only_memory_maps(folders: Path) -> None:
@@ -139,7 +155,7 @@ def test_superclasses_of_the_real_cifar100() -> None:
             assert np.array_equal(table[file[f"y_{part}"]], file[f"yc_{part}"])
 
 
-@pytest.mark.parametrize("name", sorted(set(DATASETS) - {"digits", "cifar100-superclass"}))
+@pytest.mark.parametrize("name", sorted(FETCHED - {"cifar100-superclass"}))
 def test_normalisation_is_that_of_the_real_data(name: str) -> None:
     spec = DATASETS[name]
     if REAL is None or not (REAL / f"{name}.npz").is_file():
@@ -379,7 +395,7 @@ def test_unknown_name() -> None:
     assert sentence("imagenet").startswith("Unknown dataset 'imagenet'; choose one of: cifar10, cifar100,")
 
 
-@pytest.mark.parametrize("name", sorted(set(DATASETS) - {"digits"}))
+@pytest.mark.parametrize("name", sorted(FETCHED))
 def test_without_network(folders: Path, offline: None, name: str) -> None:
     text, source = sentence(name), DATASETS[name].source or name
     for part in (

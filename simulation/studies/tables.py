@@ -1,0 +1,117 @@
+"""A study's scores over seeds, beside the paper's: in long form, and for people."""
+
+import csv
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from simulation.presets import preset_config, settings_of
+from simulation.report import LABELS, SCORES
+from simulation.studies.spec import AT_MEAN, Study
+
+UNITS = {"accuracy": 100.0}  # the paper gives accuracy in per cent
+DIGITS = {"accuracy": 2}  # decimals; 4 otherwise
+METRICS = {**SCORES, "accuracy": "accuracy (%) ↑", "auroc": "AUROC ↑"}
+
+Run = Mapping[str, Any]  # a JSON file of the results
+Values = Callable[[Run, str], Mapping[str, float | None]]  # a run's scores as a row of a table
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A metric of one method on one dataset: over the seeds that are there, and in the paper."""
+
+    preset: str
+    dataset: str
+    variant: str
+    method: str
+    metric: str
+    values: tuple[float, ...]
+    paper: float | None
+
+    @property
+    def mean(self) -> float | None:
+        """Over the seeds; None while no run has finished."""
+        return mean(self.values) if self.values else None
+
+    @property
+    def std(self) -> float | None:
+        """Over the seeds, of a sample; None for fewer than two."""
+        return stdev(self.values) if len(self.values) > 1 else None
+
+    def text(self) -> str:
+        """For the Markdown table, e.g. ``62.71 ± 0.20 (62.54)``; a dash where no run has finished."""
+        digits = DIGITS.get(self.metric, 4)
+        ours = "-" if self.mean is None else f"{self.mean:.{digits}f}"
+        spread = "" if self.std is None else f" ± {self.std:.{digits}f}"
+        return ours + spread + ("" if self.paper is None else f" ({self.paper:.{digits}f})")
+
+
+def scores_at(run: Run, method: str) -> Mapping[str, float | None]:
+    """A run's scores as a row of a table: ``METHOD@mean``, or by Monte Carlo where there is a posterior."""
+    found: Mapping[str, Mapping[str, float | None]] = run["metrics"]
+    return found["mean"] if method.endswith(AT_MEAN) else found.get("mc", found["mean"])
+
+
+def cells(study: Study, runs: Sequence[Run], metrics: Sequence[str], values: Values | None = None) -> list[Cell]:
+    """All cells of a study's table; those without a finished run are empty."""
+    found = []
+    for preset in study.presets:
+        dataset = settings_of({**preset_config(preset), **study.settings}).dataset
+        for variant in [v.label for v in study.variants] or [""]:
+            for method in study.methods:
+                mine = [
+                    (values or scores_at)(run, method)
+                    for run in runs
+                    if (run["preset"], run["variant"], run["method"]) == (preset, variant, method.removesuffix(AT_MEAN))
+                ]
+                paper = study.paper.get(preset, {}).get(method, {})
+                for metric in metrics:
+                    ours = [scores[metric] for scores in mine]
+                    known = tuple(UNITS.get(metric, 1.0) * value for value in ours if value is not None)
+                    where = (preset, Path(dataset).stem, variant, method, metric)
+                    found.append(Cell(*where, known, paper.get(metric)))
+    return found
+
+
+def table_csv(study: Study, table: Sequence[Cell]) -> bytes:
+    """The table in long form; accuracy in per cent, as in the paper."""
+    text = StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    varied = [study.column] if study.column else []
+    writer.writerow(["dataset", "method", *varied, "metric", "mean", "std", "seeds", "paper"])
+    for cell in table:
+        numbers = ["" if value is None else f"{value:.6g}" for value in (cell.mean, cell.std)]
+        paper = "" if cell.paper is None else f"{cell.paper:g}"
+        label = [cell.variant] if study.column else []
+        writer.writerow([cell.dataset, cell.method, *label, cell.metric, *numbers, len(cell.values), paper])
+    return text.getvalue().encode()
+
+
+def table_markdown(study: Study, table: Sequence[Cell]) -> list[str]:
+    """The table for people: ours over the seeds and, in brackets, the paper's."""
+    metrics = list(dict.fromkeys(cell.metric for cell in table))
+    heads = ["data", *([study.column] if study.column else []), "", *(METRICS[metric] for metric in metrics)]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * (len(heads) - len(metrics)) + "|--:" * len(metrics) + "|"]
+    for start in range(0, len(table), len(metrics)):
+        row = table[start : start + len(metrics)]
+        names = [row[0].dataset, *([row[0].variant] if study.column else []), label(row[0].method)]
+        lines.append("| " + " | ".join([*names, *(cell.text() for cell in row)]) + " |")
+    return lines
+
+
+def label(method: str) -> str:
+    """A row's name for people: ``FedIvon@mean``."""
+    name = method.removesuffix(AT_MEAN)
+    return LABELS.get(name, name) + method.removeprefix(name)
+
+
+def explanation(table: Sequence[Cell]) -> str:
+    """What the numbers are, under the table."""
+    seeds = sorted({len(cell.values) for cell in table})
+    count = " to ".join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))
+    words = f"Mean ± standard deviation over the seeds ({count} of them here)"
+    return words + ("; in brackets the paper's number." if any(cell.paper is not None for cell in table) else ".")

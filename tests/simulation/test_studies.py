@@ -1,0 +1,445 @@
+"""Studies: which runs they need, what is made of them, and that nothing is repeated or lost."""
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import tomli_w
+from command import Command, assert_refused
+
+from fedivon_flwr.errors import UserError
+from fedivon_flwr.runs import read_json, read_metrics, write_json
+from fedivon_flwr.settings import Settings
+from simulation.progress import RunState
+from simulation.studies.reports import REPORTS, write_reports
+from simulation.studies.runner import Results, time_left
+from simulation.studies.spec import Job, Study, digest, jobs, known_studies, load_study
+from simulation.studies.tables import Cell, cells, scores_at, table_csv, table_markdown
+
+TINY: dict[str, Any] = {
+    "clients": 6,
+    "clients-per-round": 3,
+    "rounds": 4,
+    "evaluate-every": 2,
+    "eval-samples": 2,
+    "test-samples": 3,
+    "local-epochs": 1,
+    "partitioner": "iid",
+}
+DESCRIBED: dict[str, Any] = {
+    "title": "A small study",
+    "reports": ["scores", "curves", "reliability"],
+    "presets": ["digits"],
+    "methods": ["fedavg", "fedivon@mean", "fedivon"],
+    "settings": TINY,
+    "paper": {"digits": {"fedivon": {"accuracy": 62.5, "ece": 0.03}}},
+}
+
+
+def described(path: Path, **changes: Any) -> Path:
+    path.write_text(tomli_w.dumps(DESCRIBED | changes))
+    return path
+
+
+def study_of(tmp_path: Path, **changes: Any) -> Study:
+    return load_study(str(described(tmp_path / "small.toml", **changes)))
+
+
+def scores(accuracy: float, mc: bool = True) -> dict[str, Any]:
+    found = {"mean": {"accuracy": accuracy, "ece": 0.2, "nll": 1.0, "brier": 0.5}}
+    return found | ({"mc": {"accuracy": accuracy + 0.1, "ece": 0.1, "nll": 0.9, "brier": 0.4}} if mc else {})
+
+
+def run_of(method: str, seed: int, accuracy: float, **more: Any) -> dict[str, Any]:
+    metrics = scores(accuracy, mc=method != "fedavg")
+    about = {"method": method, "seed": seed, "preset": "digits", "variant": "", "dataset": "digits"}
+    return {**about, "metrics": metrics, "curve": [{"round": 2, **metrics}, {"round": 4, **metrics}], **more}
+
+
+# Descriptions
+
+
+@pytest.mark.parametrize("name", known_studies())
+@pytest.mark.parametrize("quick", [False, True])
+def test_the_studies_of_the_project_are_sound(name: str, quick: bool) -> None:
+    study = load_study(name, quick)
+    assert all(REPORTS[report] for report in study.reports)
+    names = [job.name for job in jobs(study)]
+    assert len(set(names)) == len(names)
+    assert study.name == (f"{name}-quick" if quick else name)
+    for preset, methods in study.paper.items():
+        assert set(methods) <= set(study.methods)
+        assert quick or preset in study.presets
+    if quick:
+        assert study.presets == ["digits"]  # which comes with a package
+        assert all(job.settings.rounds <= 60 for job in jobs(study))
+
+
+def test_the_methods_of_a_table_share_split_start_and_schedule() -> None:
+    """What decides the split, the first weights and who is asked when is the same for all methods of a seed."""
+    for preset in ("cifar10", "emnist", "svhn"):
+        mine = [job.settings for job in jobs(load_study("table-standard")) if job.preset == preset]
+        assert [settings.method for settings in mine] == ["fedavg", "fedlaplace", "fedivon"]
+        for settings in mine:
+            plain = settings.model_copy(update={"method": "", "options": {}, "run_dir": ""})
+            assert plain == mine[0].model_copy(update={"method": "", "options": {}, "run_dir": ""})
+            assert (settings.rounds, settings.clients, settings.clients_per_round) == (2000, 200, 10)
+
+
+def test_the_numbers_of_the_paper_are_those_of_the_paper() -> None:
+    paper = Path(__file__).parents[3] / "shared" / "spec" / "paper-fedivon.tex"
+    if not paper.exists():
+        pytest.skip("the paper is not here")
+    text = re.sub(r"\\textbf\{([^}]*)\}", r"\1", paper.read_text())
+    for name, metrics in (("table-standard", ("accuracy", "ece", "nll", "brier")), ("table-ood", ("auroc",))):
+        study = load_study(name)
+        for method in study.methods:
+            label = {"fedavg": "FedAvg", "fedlaplace": "FedLaplace", "fedivon": "FedIvon"}.get(method, "FedIvon@mean")
+            ours = [study.paper[preset][method][m] for preset in ("emnist", "cifar10", "svhn") for m in metrics]
+            lines = [
+                line
+                for line in text.splitlines()
+                if re.match(rf"\s*{label}\b(?!@)" if "@" not in label else rf"\s*{label}", line)
+            ]
+            found = [[float(x) for x in re.findall(r"\d+\.\d+", line)] for line in lines]
+            assert ours in found, (method, ours, found)
+
+
+def test_the_first_seed_of_every_preset_comes_first(tmp_path: Path) -> None:
+    study = study_of(
+        tmp_path, presets=["digits", "emnist"], seeds={"digits": [0, 1], "emnist": [7]}, methods=["fedavg"]
+    )
+    assert [job.name for job in jobs(study)] == ["digits-fedavg-seed0", "emnist-fedavg-seed7", "digits-fedavg-seed1"]
+
+
+def test_studies_share_their_runs() -> None:
+    runs = {name: {job.settings.run_dir for job in jobs(load_study(name))} for name in known_studies()}
+    for name in ("table-ood", "convergence", "reliability"):
+        assert runs[name] == runs["table-standard"]
+    assert runs["table-standard"] < runs["ablation-epochs"]
+    assert runs["ablation-aggregation"] & runs["table-standard"]
+
+
+def test_whatever_decides_the_outcome_names_the_folder(tmp_path: Path) -> None:
+    (job, *_) = jobs(study_of(tmp_path))
+    other = job.settings.model_copy(update={"rounds": 5})
+    elsewhere = job.settings.model_copy(update={"run_dir": "elsewhere", "tensorboard": True})
+    assert digest(other) != digest(job.settings) == digest(elsewhere)
+
+
+def test_a_variant_changes_settings_and_has_a_column(tmp_path: Path) -> None:
+    variants = [{"label": "a b", "settings": {"fedivon": {"lr": 0.3}}}, {"label": "c", "settings": {"batch-size": 4}}]
+    study = study_of(tmp_path, methods=["fedivon"], column="what", variants=variants)
+    first, second = jobs(study)
+    assert (first.name, first.variant) == ("digits-fedivon-a-b-seed0", "a b")
+    assert first.settings.options["fedivon"]["lr"] == 0.3
+    assert second.settings.batch_size == 4
+    header = table_csv(study, cells(study, [], ["ece"])).decode().splitlines()[0]
+    assert header == "dataset,method,what,metric,mean,std,seeds,paper"
+
+
+def test_the_description_in_the_results_gives_the_same_study(tmp_path: Path) -> None:
+    for name in known_studies():
+        study = load_study(name, quick=True, changes={"rounds": 3})
+        path = tmp_path / f"{name}.toml"
+        path.write_bytes(study.toml())
+        assert load_study(str(path)) == study
+
+
+# Tables
+
+
+def test_the_table_in_long_form(tmp_path: Path) -> None:
+    study = study_of(tmp_path)
+    runs = [run_of("fedavg", 0, 0.5), run_of("fedivon", 0, 0.5), run_of("fedivon", 1, 0.6)]
+    text = table_csv(study, cells(study, runs, ["accuracy", "ece"])).decode()
+    assert text.splitlines() == [
+        "dataset,method,metric,mean,std,seeds,paper",
+        "digits,fedavg,accuracy,50,,1,",
+        "digits,fedavg,ece,0.2,,1,",
+        "digits,fedivon@mean,accuracy,55,7.07107,2,",
+        "digits,fedivon@mean,ece,0.2,0,2,",
+        "digits,fedivon,accuracy,65,7.07107,2,62.5",
+        "digits,fedivon,ece,0.1,0,2,0.03",
+    ]
+
+
+def test_a_cell_without_a_run_stays_empty(tmp_path: Path) -> None:
+    study = study_of(tmp_path)
+    table = cells(study, [run_of("fedavg", 0, 0.5)], ["accuracy", "ece"])
+    assert table_csv(study, table).decode().splitlines()[-1] == "digits,fedivon,ece,,,0,0.03"
+    assert table_markdown(study, table) == [
+        "| data |  | accuracy (%) ↑ | ECE ↓ |",
+        "|---|---|--:|--:|",
+        "| digits | FedAvg | 50.00 | 0.2000 |",
+        "| digits | FedIvon@mean | - | - |",
+        "| digits | FedIvon | - (62.50) | - (0.0300) |",
+    ]
+
+
+def test_a_cell_for_people() -> None:
+    where = ("digits", "digits", "", "fedivon", "accuracy")
+    assert Cell(*where, (62.0, 63.0), 62.54).text() == "62.50 ± 0.71 (62.54)"
+    assert Cell(*where, (62.0,), None).text() == "62.00"
+
+
+def test_a_score_that_is_not_a_number_is_no_score(tmp_path: Path) -> None:
+    diverged = run_of("fedavg", 0, 0.5)
+    diverged["metrics"]["mean"]["nll"] = None
+    (cell,) = [c for c in cells(study_of(tmp_path), [diverged], ["nll"]) if c.method == "fedavg"]
+    assert cell.values == ()
+
+
+def test_a_row_is_at_the_mean_or_by_monte_carlo() -> None:
+    run = run_of("fedivon", 0, 0.5)
+    assert scores_at(run, "fedivon@mean")["accuracy"] == 0.5
+    assert scores_at(run, "fedivon")["accuracy"] == 0.6
+    assert scores_at(run_of("fedavg", 0, 0.4), "fedavg")["accuracy"] == 0.4
+
+
+def test_reports_without_any_run(tmp_path: Path) -> None:
+    study = study_of(tmp_path)
+    write_reports(study, [], tmp_path)
+    assert "- (62.50)" in (tmp_path / "README.md").read_text()
+    assert list((tmp_path / "figures").iterdir()) == []
+
+
+# Progress
+
+
+class Fake(RunState):
+    """A run that takes a second a round and has done some."""
+
+    @classmethod
+    def after(cls, settings: Settings, done: int) -> "Fake":
+        rows = [{"round": r, "seconds": 1.0, "train_loss": 1.0} for r in range(1, done + 1)]
+        return cls(settings, rows, 0, finished=done == settings.rounds)
+
+
+def test_the_time_left(tmp_path: Path) -> None:
+    listed = jobs(study_of(tmp_path, settings=TINY | {"rounds": 100}))
+
+    def left(*done: int, slots: int = 1) -> float | None:
+        states: dict[Job, RunState] = {job: Fake.after(job.settings, d) for job, d in zip(listed, done, strict=True)}
+        return time_left(states, slots)
+
+    assert left(0, 0) is None
+    assert left(100, 25) == pytest.approx(75)
+    assert left(50, 0) == pytest.approx(150)  # the second is taken to be as fast as the first
+    assert left(50, 0, slots=2) == pytest.approx(75)
+    assert left(100, 100) == 0
+
+
+def test_the_final_evaluation_counts_as_time() -> None:
+    settings = Settings.from_config({"rounds": 100, "evaluate-every": 10, "eval-samples": 4, "test-samples": 100})
+    rows: list[dict[str, Any]] = [{"round": r, "seconds": 1.0, "train_loss": 1.0} for r in range(1, 101)]
+    for row in rows[9::10]:
+        row.update(seconds=11.0, **scores(0.5))
+    # 10 s for 5 passes over the test data: 2 s each, so 10 evaluations and 101 passes at the end
+    state = RunState(settings, rows, 0, finished=False)
+    assert state.pace() == (1.0, 2.0)
+    assert state.total_seconds() == pytest.approx(100 + 10 * 10 + 101 * 2)
+    half = RunState(settings, rows, 50, finished=False)
+    assert half.fraction(402) == pytest.approx((202 + 100) / 402)
+    assert "final evaluation (50 of 100)" in half.words()
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["nope"], ("Unknown study 'nope'", "table-standard", ".toml file")),
+        (["nope.toml"], ("There is no settings file 'nope.toml'",)),
+        (["table-standard", "--quick", "-s", "roundz=3"], ("Unknown key 'roundz'",)),
+        (["table-standard", "--quick", "-s", "rounds=0"], ("'rounds'", "greater than or equal to 1")),
+    ],
+)
+def test_bad_input_is_one_sentence(fedivon: Command, tmp_path: Path, words: list[str], named: tuple[str, ...]) -> None:
+    assert_refused(fedivon("study", *words, "--results", tmp_path / "results"), *named)
+    assert not (tmp_path / "results" / "study.toml").exists()
+    assert not (tmp_path / "runs").exists()
+
+
+BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "a report": ({"reports": ["nope"]}, ("Unknown report 'nope'", "scores")),
+    "a preset": ({"presets": ["nope"]}, ("Unknown preset 'nope'", "digits")),
+    "a method": ({"methods": ["nope"]}, ("Unknown method 'nope'", "fedavg")),
+    "a key": ({"nope": 1}, ("Unknown key 'nope'", "reports")),
+    "no presets": ({"presets": []}, ("'presets'",)),
+    "no column": ({"variants": [{"label": "a"}]}, ("'column'",)),
+    "nothing unseen": ({"reports": ["ood"]}, ("'unseen'", "'digits'")),
+    "unseen of another shape": (
+        {"reports": ["ood"], "unseen": {"digits": "own"}},
+        ("'unseen.digits'", "(1, 8, 8)"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_description_is_one_sentence(fedivon: Command, tmp_path: Path, case: str, wide_data: Path) -> None:
+    changes, named = BAD[case]
+    text = json.loads(json.dumps(changes).replace('"own"', json.dumps(str(wide_data))))
+    path = described(tmp_path / "bad.toml", **text)
+    assert_refused(fedivon("study", path, "--results", tmp_path / "results"), *named)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.fixture
+def wide_data(tmp_path: Path) -> Path:
+    """Data of another shape."""
+    import numpy as np
+
+    x, y = np.zeros((4, 9, 9), np.uint8), np.arange(4) % 2
+    np.savez(tmp_path / "wide.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    return tmp_path / "wide.npz"
+
+
+def test_no_quick_form(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no quick form"):
+        load_study(str(described(tmp_path / "small.toml")), quick=True)
+
+
+def test_the_studies_are_listed(fedivon: Command) -> None:
+    ended = fedivon("study")
+    assert all(name in ended.out for name in known_studies())
+
+
+# The real thing
+
+
+def program(study: object, folder: Path, *more: object) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "fedivon_flwr", "study", str(study), "--results", str(folder / "results")]
+    env = {**os.environ, "FEDIVON_RUNS": str(folder / "runs"), "COLUMNS": "200"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen([*command, *map(str, more)], env=env, cwd=folder, text=True, **pipes)  # type: ignore[call-overload,no-any-return]
+
+
+def finished(process: "subprocess.Popen[str]") -> str:
+    out, _ = process.communicate(timeout=500)
+    assert process.returncode == 0, out
+    return out
+
+
+def until(condition: Callable[[], object], seconds: float = 120) -> None:
+    give_up = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+
+
+def outcome(folder: Path) -> Mapping[str, Any]:
+    runs = {path.name: read_json(path) for path in sorted((folder / "results" / "runs").glob("*.json"))}
+    return {name: {key: run[key] for key in ("metrics", "curve", "settings")} for name, run in runs.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_killed_study_repeats_nothing_and_loses_nothing(tmp_path: Path) -> None:
+    study = described(tmp_path / "small.toml", settings=TINY | {"rounds": 60, "checkpoint-every": 5})
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for folder in (whole, broken):
+        folder.mkdir()
+    finished(program(study, whole))
+
+    process = program(study, broken, "--jobs", 1)
+    results = Results(load_study(str(study)), broken / "results")
+    first, second = (broken / "runs" / "studies" / Path(job.settings.run_dir).name for job in results.jobs)
+    until(lambda: len(list(read_metrics(second))) >= 12)
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    _, alive = psutil.wait_procs(family, timeout=60)
+    assert alive == []  # the run, and Ray with it, ends with its study
+    assert (first / "summary.json").exists()
+    assert not (second / "summary.json").exists()
+    kept = (broken / "results" / "runs" / "digits-fedavg-seed0.json").stat().st_mtime_ns
+    rows = list(read_metrics(second))[:10]
+
+    out = finished(program(study, broken, "--jobs", 1))
+    assert "1 of 2 runs done" in out
+    assert (broken / "results" / "runs" / "digits-fedavg-seed0.json").stat().st_mtime_ns == kept
+    assert list(read_metrics(second))[:10] == rows  # with their times: these rounds were not run again
+    assert outcome(broken) == outcome(whole)
+    for name in ("README.md", "table.csv", "curves.csv"):
+        assert (broken / "results" / name).read_bytes() == (whole / "results" / name).read_bytes()
+
+    before = {path: path.stat().st_mtime_ns for path in (broken / "runs").rglob("*") if path.name != ".lock"}
+    finished(program(broken / "results" / "study.toml", broken))  # from its own folder; all is done
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", known_studies())
+def test_every_study_runs_in_its_quick_form(name: str, tmp_path: Path) -> None:
+    out = finished(
+        program(name, tmp_path, "--quick", "-s", "rounds=3", "-s", "test-samples=3", "-s", "evaluate-every=1")
+    )
+    study = load_study(name, quick=True, changes={"rounds": 3, "test-samples": 3, "evaluate-every": 1})
+    results = tmp_path / "results"
+    assert f"# {study.title}" in out
+    assert len(list((results / "runs").glob("*.json"))) == len(jobs(study))
+    shown = re.findall(r"\]\((figures/[^)]*\.png)\)", (results / "README.md").read_text())
+    assert shown
+    for figure in shown:
+        assert (results / figure).stat().st_size > 5000
+        assert (results / figure).with_suffix(".svg").exists()
+    if {"scores", "ood"} & set(study.reports):
+        with (results / "table.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        metrics = 4 if "scores" in study.reports else 1
+        assert len(rows) == len(study.methods) * max(1, len(study.variants)) * metrics
+        assert all(row["mean"] and row["seeds"] == "1" for row in rows)
+
+
+@pytest.mark.slow
+def test_a_study_in_the_background(tmp_path: Path) -> None:
+    study = described(tmp_path / "small.toml")
+    out = finished(program(study, tmp_path, "--background"))
+    pid = int(re.findall(r"process (\d+)", out)[0])
+    background = psutil.Process(pid)
+    again = program(study, tmp_path)
+    said, _ = again.communicate(timeout=60)
+    assert again.returncode == 2
+    assert "is running already" in said
+    until(lambda: not background.is_running() or background.status() == psutil.STATUS_ZOMBIE, 300)
+    assert (tmp_path / "results" / "table.csv").exists()
+    assert "# A small study" in (tmp_path / "results" / "study.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
+    settings = TINY | {"fedivon.lr": 1e30, "fedivon.lr-final": 1e30}
+    process = program(described(tmp_path / "small.toml", settings=settings), tmp_path)
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 2
+    assert "1 of 2 runs failed" in out
+    assert "No reply could be used" in (tmp_path / "results" / "logs" / "digits-fedivon-seed0.log").read_text()
+    assert "| digits | FedIvon | - (62.50)" in (tmp_path / "results" / "README.md").read_text()
+    assert "| digits | FedAvg | " in (tmp_path / "results" / "README.md").read_text()
+
+
+def test_results_of_other_settings_do_not_count(tmp_path: Path) -> None:
+    results = Results(study_of(tmp_path), tmp_path / "results")
+    job = results.jobs[0]
+    (tmp_path / "results" / "runs").mkdir(parents=True)
+    run = run_of("fedavg", 0, 0.5, reliability={}, settings=job.settings.record())
+    write_json(results.path(job), run)
+    assert results.saved(job) is not None
+    write_json(results.path(job), run | {"settings": {**job.settings.record(), "rounds": 5}})
+    assert results.saved(job) is None
+    del run["reliability"]
+    write_json(results.path(job), run)
+    assert results.saved(job) is None
