@@ -13,6 +13,9 @@ from fedivon_flwr.settings import Settings, flatten, kebab
 from simulation.bench import markdown
 from simulation.presets import preset_config
 from simulation.report import markdown_table, number, rows_of
+from simulation.studies.reports import write_reports
+from simulation.studies.runner import Results
+from simulation.studies.spec import load_study
 from strategies import STRATEGIES
 
 ROOT = Path(__file__).parent.parent
@@ -70,6 +73,24 @@ def test_imports_point_one_way(path: Path) -> None:
         if folder in LOWER:
             assert top in LOWER[folder], f"{path.name} imports {module}"
         assert not APPS & {*module.split("."), name} or path.stem in APPS, f"{path.name} imports {module}"
+
+
+STUDIES = sorted(path.parent for path in (ROOT / "results").glob("*/study.toml"))
+
+
+@pytest.mark.parametrize("folder", STUDIES, ids=[path.name for path in STUDIES])
+def test_tables_are_those_of_the_runs(folder: Path, tmp_path: Path) -> None:
+    """Made anew from the JSON files of the runs, every table is the one that is committed."""
+    results = Results(load_study(str(folder / "study.toml")), folder)
+    if "partitions" in results.study.reports:
+        pytest.skip("made of the data, not of runs")
+    runs = [run for job in results.jobs if (run := results.saved(job)) is not None]
+    assert len(runs) == len(list((folder / "runs").glob("*.json"))), "a run's settings are not those of the study"
+    write_reports(results.study, runs, tmp_path)
+    for path in [*folder.glob("*.csv"), folder / "README.md", folder / "study.toml"]:
+        assert path.read_bytes() == (tmp_path / path.name).read_bytes(), path.name
+    figures = {path.name for path in (folder / "figures").iterdir()}
+    assert figures == {path.name for path in (tmp_path / "figures").iterdir()}
 
 
 def test_the_numbers_of_the_readme_are_those_of_the_files() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fedivon_flwr.models import build
 from fedivon_flwr.posterior import DiagGaussian, Layout
-from fedivon_flwr.predict import predict_mc, predict_mean
+from fedivon_flwr.predict import Partial, predict_mc, predict_mean
 
 SHAPE = (1, 16, 16)
 
@@ -211,3 +211,23 @@ def test_counts_are_checked(samples: int, chunk: int | None) -> None:
     model = nn.Linear(2, 3)
     with pytest.raises(ValueError, match="at least 1"):
         predict_mc(model, *around(model, 1.0), [torch.zeros(1, 2)], samples, seeded(), chunk)
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+@pytest.mark.parametrize("after", [1, 2])
+def test_an_interrupted_prediction_goes_on_to_the_same_end(
+    model: nn.Module, inputs: Tensor, chunk: int, after: int
+) -> None:
+    layout, posterior = around(model, 0.2)
+    seen: list[Partial] = []
+
+    def each(partial: Partial) -> None:
+        seen.append(Partial(partial.draws, partial.total.clone()))
+
+    whole = predict_mc(model, layout, posterior, [inputs], 9, seeded(), chunk, each=each)
+    assert [partial.draws for partial in seen] == list(range(chunk, 10, chunk))
+    begun = seen[after - 1]
+    kept = begun.total.clone()
+    rest = predict_mc(model, layout, posterior, [inputs], 9, seeded(), chunk, begun=begun)
+    assert torch.equal(rest, whole)
+    assert torch.equal(begun.total, kept)

@@ -7,13 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from grid import LocalGrid
 
 import strategies
 from fedivon_flwr.cli import make_settings
+from fedivon_flwr.data import load
 from fedivon_flwr.errors import UserError
-from fedivon_flwr.runs import to_json
+from fedivon_flwr.metrics import score
+from fedivon_flwr.runs import RunFolder, draws_done, load_arrays, to_json
 from fedivon_flwr.settings import Settings, flatten
+from simulation import federation
 from simulation.federation import run
 from simulation.presets import PRESETS
 from strategies.base import draw
@@ -55,6 +59,47 @@ def test_a_run_writes_all_that_it_promises(tmp_path: Path) -> None:
         assert row["bytes_up"] == row["bytes_down"] > 0
     assert (tmp_path / "run" / "report.md").exists()
     assert "run-dir" not in summary["settings"]
+
+
+def test_the_predictions_of_the_test_set_are_kept(tmp_path: Path) -> None:
+    chosen = settings(tmp_path / "run")
+    run(LocalGrid(chosen.to_config(), chosen.clients), chosen)
+    kept, about = load_arrays(tmp_path / "run" / "predictions.safetensors")
+    assert about["samples"] == 3
+    assert kept["labels"].tolist() == load("digits").test.y.tolist()
+    metrics = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
+    labels = torch.from_numpy(kept["labels"])
+    for at in ("mean", "mc"):
+        found = score(torch.from_numpy(kept[at]), labels).as_dict()
+        assert found == {key: metrics[at][key] for key in found}
+
+
+def test_a_final_evaluation_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped after the third of seven weight samples: these are not drawn through the network again."""
+    monkeypatch.setattr(federation, "EVALUATION_SECONDS", 0.0)
+    whole = settings(tmp_path / "whole", **{"test-samples": 7})
+    run(LocalGrid(whole.to_config(), whole.clients), whole)
+    assert draws_done(tmp_path / "whole") == 0
+
+    chosen, save = settings(tmp_path / "run", **{"test-samples": 7}), RunFolder.save_evaluation
+
+    def stop(folder: RunFolder, draws: int, total: Any) -> None:
+        save(folder, draws, total)
+        if draws == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "save_evaluation", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(LocalGrid(chosen.to_config(), chosen.clients), chosen)
+    assert draws_done(tmp_path / "run") == 3
+    assert not (tmp_path / "run" / "summary.json").exists()
+    seen: list[int] = []
+    monkeypatch.setattr(RunFolder, "save_evaluation", lambda _, draws, __: seen.append(draws))
+    run(LocalGrid(chosen.to_config(), chosen.clients), chosen)
+    assert seen == [4, 5, 6, 7]
+    ours, theirs = (load_arrays(tmp_path / name / "predictions.safetensors")[0] for name in ("run", "whole"))
+    assert np.array_equal(ours["mc"], theirs["mc"])
 
 
 def test_evaluation_on_the_nodes_ends_up_in_the_summary(tmp_path: Path) -> None:
