@@ -12,12 +12,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import tomli_w
 from command import Command, assert_refused
 
+import strategies
 from fedivon_flwr.errors import UserError
+from fedivon_flwr.models import build
 from fedivon_flwr.runs import read_json, read_metrics, write_json
 from fedivon_flwr.settings import Settings
 from simulation.progress import RunState
@@ -94,6 +97,10 @@ def test_the_methods_of_a_table_share_split_start_and_schedule() -> None:
             plain = settings.model_copy(update={"method": "", "options": {}, "run_dir": ""})
             assert plain == mine[0].model_copy(update={"method": "", "options": {}, "run_dir": ""})
             assert (settings.rounds, settings.clients, settings.clients_per_round) == (2000, 200, 10)
+        model = build("cnn", (3, 32, 32), 10, mine[0].seed)
+        first = [strategies.build(settings).model_arrays(model) for settings in mine]
+        for arrays in first:
+            assert all(np.array_equal(arrays[key], array) for key, array in first[0].items())
 
 
 def test_the_numbers_of_the_paper_are_those_of_the_paper() -> None:
@@ -299,8 +306,6 @@ def test_a_bad_description_is_one_sentence(fedivon: Command, tmp_path: Path, cas
 @pytest.fixture
 def wide_data(tmp_path: Path) -> Path:
     """Data of another shape."""
-    import numpy as np
-
     x, y = np.zeros((4, 9, 9), np.uint8), np.arange(4) % 2
     np.savez(tmp_path / "wide.npz", x_train=x, y_train=y, x_test=x, y_test=y)
     return tmp_path / "wide.npz"
@@ -319,9 +324,9 @@ def test_the_studies_are_listed(fedivon: Command) -> None:
 # The real thing
 
 
-def program(study: object, folder: Path, *more: object) -> "subprocess.Popen[str]":
+def program(study: object, folder: Path, *more: object, runs: Path | None = None) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "fedivon_flwr", "study", str(study), "--results", str(folder / "results")]
-    env = {**os.environ, "FEDIVON_RUNS": str(folder / "runs"), "COLUMNS": "200"}
+    env = {**os.environ, "FEDIVON_RUNS": str(runs or folder / "runs"), "COLUMNS": "200"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.Popen([*command, *map(str, more)], env=env, cwd=folder, text=True, **pipes)  # type: ignore[call-overload,no-any-return]
 
@@ -332,7 +337,7 @@ def finished(process: "subprocess.Popen[str]") -> str:
     return out
 
 
-def until(condition: Callable[[], object], seconds: float = 120) -> None:
+def until(condition: Callable[[], object], seconds: float = 300) -> None:
     give_up = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < give_up
@@ -347,7 +352,7 @@ def outcome(folder: Path) -> Mapping[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_killed_study_repeats_nothing_and_loses_nothing(tmp_path: Path) -> None:
-    study = described(tmp_path / "small.toml", settings=TINY | {"rounds": 60, "checkpoint-every": 5})
+    study = described(tmp_path / "small.toml", settings=TINY | {"rounds": 30, "checkpoint-every": 4})
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for folder in (whole, broken):
         folder.mkdir()
@@ -356,7 +361,7 @@ def test_a_killed_study_repeats_nothing_and_loses_nothing(tmp_path: Path) -> Non
     process = program(study, broken, "--jobs", 1)
     results = Results(load_study(str(study)), broken / "results")
     first, second = (broken / "runs" / "studies" / Path(job.settings.run_dir).name for job in results.jobs)
-    until(lambda: len(list(read_metrics(second))) >= 12)
+    until(lambda: len(list(read_metrics(second))) >= 10)
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGKILL)
     process.communicate()
@@ -365,12 +370,12 @@ def test_a_killed_study_repeats_nothing_and_loses_nothing(tmp_path: Path) -> Non
     assert (first / "summary.json").exists()
     assert not (second / "summary.json").exists()
     kept = (broken / "results" / "runs" / "digits-fedavg-seed0.json").stat().st_mtime_ns
-    rows = list(read_metrics(second))[:10]
+    rows = list(read_metrics(second))[:8]
 
     out = finished(program(study, broken, "--jobs", 1))
     assert "1 of 2 runs done" in out
     assert (broken / "results" / "runs" / "digits-fedavg-seed0.json").stat().st_mtime_ns == kept
-    assert list(read_metrics(second))[:10] == rows  # with their times: these rounds were not run again
+    assert list(read_metrics(second))[:8] == rows  # with their times: these rounds were not run again
     assert outcome(broken) == outcome(whole)
     for name in ("README.md", "table.csv", "curves.csv"):
         assert (broken / "results" / name).read_bytes() == (whole / "results" / name).read_bytes()
@@ -383,11 +388,11 @@ def test_a_killed_study_repeats_nothing_and_loses_nothing(tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", known_studies())
-def test_every_study_runs_in_its_quick_form(name: str, tmp_path: Path) -> None:
-    out = finished(
-        program(name, tmp_path, "--quick", "-s", "rounds=3", "-s", "test-samples=3", "-s", "evaluate-every=1")
-    )
-    study = load_study(name, quick=True, changes={"rounds": 3, "test-samples": 3, "evaluate-every": 1})
+def test_every_study_runs_in_its_quick_form(name: str, tmp_path: Path, shared_runs: Path) -> None:
+    changes = {"rounds": 3, "test-samples": 3, "evaluate-every": 1}
+    words = [word for key, value in changes.items() for word in ("-s", f"{key}={value}")]
+    out = finished(program(name, tmp_path, "--quick", *words, runs=shared_runs))
+    study = load_study(name, quick=True, changes=changes)
     results = tmp_path / "results"
     assert f"# {study.title}" in out
     assert len(list((results / "runs").glob("*.json"))) == len(jobs(study))
@@ -402,6 +407,12 @@ def test_every_study_runs_in_its_quick_form(name: str, tmp_path: Path) -> None:
         metrics = 4 if "scores" in study.reports else 1
         assert len(rows) == len(study.methods) * max(1, len(study.variants)) * metrics
         assert all(row["mean"] and row["seeds"] == "1" for row in rows)
+
+
+@pytest.fixture(scope="module")
+def shared_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Studies share runs: what one has done the next need not."""
+    return tmp_path_factory.mktemp("runs")
 
 
 @pytest.mark.slow
