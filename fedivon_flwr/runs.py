@@ -98,10 +98,6 @@ class RunFolder:
         """Whether the run came to its end."""
         return (self.path / "summary.json").exists()
 
-    def summary(self) -> dict[str, Any]:
-        """The summary of a finished run."""
-        return read_json(self.path / "summary.json") or {}
-
     def metrics(self) -> list[dict[str, Any]]:
         """The rounds so far."""
         return list(read_metrics(self.path))

@@ -63,7 +63,6 @@ def test_new_folder_holds_settings_and_provenance(folder: RunFolder, settings: S
     assert sorted(files(folder.path)) == [".lock", "provenance.json", "settings.json"]
     assert read_json(folder.path / "settings.json") == settings.record()
     assert not folder.finished
-    assert folder.summary() == {}
     assert folder.metrics() == []
     assert folder.resume() is None
 
@@ -182,7 +181,6 @@ def test_only_the_newest_checkpoints_stay(folder: RunFolder) -> None:
 def test_a_finished_run_says_so(folder: RunFolder) -> None:
     write_json(folder.path / "summary.json", {"method": "fedivon"})
     assert folder.finished
-    assert folder.summary() == {"method": "fedivon"}
 
 
 # ---------------------------------------------------------------- whose folder
