@@ -94,6 +94,7 @@ class TorchClient(NumPyClient):
     """
 
     has_hess: ClassVar[bool] = False
+    first_hess: ClassVar[float] = 1.0
 
     def __init__(self, model: nn.Module, data: LocalData, device: torch.device | str = "cpu", client: int = 0) -> None:
         self.model, self.data, self.device, self.client = model, data, torch.device(device), client
@@ -108,8 +109,8 @@ class TorchClient(NumPyClient):
         return None
 
     def get_parameters(self, config: dict[str, Any]) -> list[NDArray[Any]]:  # noqa: ARG002
-        """The model as it is, with a Hessian of 1 where the method has one."""
-        return list(model_arrays(self.model, 1.0 if self.has_hess else None).values())
+        """The model as it is, with the first Hessian where the method has one."""
+        return list(model_arrays(self.model, self.first_hess if self.has_hess else None).values())
 
     def fit(
         self, parameters: list[NDArray[Any]], config: dict[str, Any]

@@ -18,15 +18,16 @@ from fedivon_flwr.records import HESS, MEAN, NDArrays, flat, unflatten
 class LaplacePlan(Plan):
     """What a FedLaplace client is told besides Adam's settings."""
 
-    penalty: float = 1.0
-    ess: float = 5000.0
-    prior_precision: float = 5000.0
+    penalty: float
+    ess: float
+    prior_precision: float
 
 
 class FedLaplaceClient(FedAvgClient):
     """Sends back its weights and, as ``hess/*``, the diagonal Fisher information ``Ω`` that it has added to."""
 
     has_hess = True
+    first_hess = 0.0
 
     def train(self, arrays: NDArrays, config: Mapping[str, Any], work: Work) -> tuple[NDArrays, float]:
         """Minimise ``CE + ζ ½ Σ Ω (θ − μ)²``; each batch adds ``|B|/N_k (∇CE)²`` to ``Ω_k``, which starts at Ω."""

@@ -60,8 +60,7 @@ class Evaluator:
         mean = predict_mean(self.model, self._batches())
         if posterior is None:
             return Predictions(labels, mean)
-        draw = np.random.default_rng([self.seed, server_round]).integers(2**63)
-        generator = torch.Generator(self.device).manual_seed(int(draw))
+        generator = torch.Generator(self.device).manual_seed(draw_seed(self.seed, server_round))
         here = DiagGaussian(posterior.mean.to(self.device), posterior.precision.to(self.device))
         mc = predict_mc(
             self.model, Layout.of(self.model), here, self._batches(), samples, generator, begun=begun, each=each
@@ -72,3 +71,8 @@ class Evaluator:
         x = self.dataset.test.x
         for start in range(0, len(x), BATCH):
             yield batch_to_tensor(x[start : start + BATCH], self.dataset, self.device)
+
+
+def draw_seed(seed: int, server_round: int = 0) -> int:
+    """The seed of an evaluation's weight samples; round 0 is the final one."""
+    return int(np.random.default_rng([seed, server_round]).integers(2**63))

@@ -41,7 +41,8 @@ class Reliability:
     @property
     def ece(self) -> float:
         """``Σ_b n_b/N |accuracy_b − confidence_b|``."""
-        return float(np.nansum(self.count * np.abs(self.accuracy - self.confidence)) / self.count.sum())
+        total = int(self.count.sum())
+        return float(np.nansum(self.count * np.abs(self.accuracy - self.confidence)) / total) if total else nan
 
 
 def score(probs: Tensor, labels: Tensor) -> Scores:
@@ -78,6 +79,8 @@ def reliability(probs: Tensor, labels: Tensor, bins: int = BINS) -> Reliability:
     (array([0, 2]), array([nan, 0.5]), 0.3)
     """
     _check(probs, labels)
+    finite = probs.isfinite().all(1)  # a model that has diverged predicts nothing
+    probs, labels = probs[finite], labels[finite]
     confidence, guess = _binnable(probs).max(1)
     edges = torch.linspace(0, 1, bins + 1)
     index = (torch.bucketize(confidence, edges, right=True) - 1).numpy()

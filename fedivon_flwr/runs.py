@@ -79,6 +79,10 @@ class RunFolder:
         if not (path / "settings.json").exists():
             write_json(path / "provenance.json", provenance())
             write_json(path / "settings.json", settings.record())
+        elif not folder.finished:
+            about = read_json(path / "provenance.json")
+            again = {key: value for key, value in provenance().items() if key in ("command", "git_commit", "started")}
+            write_json(path / "provenance.json", {**about, "resumed": [*about.get("resumed", []), again]})
         return folder
 
     def lock(self) -> None:
@@ -86,8 +90,8 @@ class RunFolder:
         try:
             self._lock.acquire(timeout=0)
         except Timeout:
-            reason = "is in use by another run"
-            raise UserError(f"The run folder '{self.path}' {reason}; choose another run-dir.") from None
+            reason = "is in use by another run; wait for it, or choose another run-dir"
+            raise UserError(f"The run folder '{self.path}' {reason}.") from None
 
     def close(self) -> None:
         """Let others have it."""
@@ -131,17 +135,17 @@ class RunFolder:
         write_bytes(self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
         return found
 
-    def save_evaluation(self, draws: int, total: NDArray[Any]) -> None:
+    def save_evaluation(self, draws: int, total: NDArray[Any], seconds: float) -> None:
         """Keep a Monte Carlo prediction under way."""
-        save_arrays(self.path / EVALUATION, {"total": total}, {"draws": draws})
+        save_arrays(self.path / EVALUATION, {"total": total}, {"draws": draws, "seconds": seconds})
 
-    def load_evaluation(self) -> tuple[int, NDArray[Any]] | None:
-        """The draws so far and the probabilities summed over them, if an evaluation was interrupted."""
+    def load_evaluation(self) -> tuple[int, NDArray[Any], float] | None:
+        """Of an evaluation that was interrupted: draws, the probabilities summed over them, seconds."""
         try:
             arrays, described = load_arrays(self.path / EVALUATION)
         except UserError:
             return None
-        return described["draws"], arrays["total"]
+        return described["draws"], arrays["total"], described["seconds"]
 
     def drop_evaluation(self) -> None:
         """The evaluation is complete."""

@@ -138,6 +138,11 @@ def validated(cls: type[M], data: Mapping[str, Any], prefix: str = "") -> M:
     except ValidationError as error:
         first = error.errors()[0]
     key = prefix + kebab(str(first["loc"][0])) if first["loc"] else ""
+    dotted = prefix + ".".join(str(part) for part in first["loc"])
+    if first["type"] == "missing":
+        raise UserError(f"The key '{dotted}' is missing.")
+    if first["type"] == "extra_forbidden" and dotted != key:
+        raise UserError(f"Unknown key '{dotted}'.")
     if first["type"] == "extra_forbidden":
         known = [prefix + kebab(name) for name in cls.model_fields if name != "options"]
         raise UserError(f"Unknown key '{key}'; the keys are: {', '.join(sorted(known))}.")

@@ -181,10 +181,10 @@ def finish(
         **strategy.scale(),
     }
     save_arrays(folder.path / "posterior.safetensors", named, described)
-    predictions = None
+    predictions, earlier = None, 0.0
     if settings.evaluation == "server":
         log(INFO, "Final evaluation with %d weight samples", settings.test_samples if posterior else 0)
-        predictions = final_predictions(folder, evaluator, named, posterior, settings.test_samples)
+        predictions, earlier = final_predictions(folder, evaluator, named, posterior, settings.test_samples)
     rows = folder.metrics()
     summary = {
         "method": settings.method,
@@ -194,7 +194,7 @@ def finish(
         "clients": settings.clients,
         "settings": settings.record(),
         "versions": versions(),
-        "seconds": round(sum(row["seconds"] for row in rows) + time.perf_counter() - began, 2),
+        "seconds": round(sum(row["seconds"] for row in rows) + earlier + time.perf_counter() - began, 2),
         "metrics": predictions.scores() if predictions else clients_scores(rows, settings),
     }
     write_report(folder.path, summary, rows, predictions)
@@ -204,16 +204,20 @@ def finish(
 
 def final_predictions(
     folder: RunFolder, evaluator: Evaluator, arrays: NDArrays, posterior: DiagGaussian | None, samples: int
-) -> Predictions:
-    """Predict the test set, going on where an earlier attempt was interrupted, and keep the probabilities."""
+) -> tuple[Predictions, float]:
+    """Predict the test set, going on where an earlier attempt was interrupted, and keep the probabilities.
+
+    Also gives the seconds that earlier attempts took.
+    """
     found = folder.load_evaluation()
     begun = Partial(found[0], torch.from_numpy(found[1])) if found else None
-    saved = time.monotonic()
+    earlier = found[2] if found else 0.0
+    began = saved = time.monotonic()
 
     def each(partial: Partial) -> None:
         nonlocal saved
         if time.monotonic() - saved > EVALUATION_SECONDS:
-            folder.save_evaluation(partial.draws, partial.total.numpy())
+            folder.save_evaluation(partial.draws, partial.total.numpy(), earlier + time.monotonic() - began)
             saved = time.monotonic()
             log(INFO, "Final evaluation: %d of %d weight samples", partial.draws, samples)
 
@@ -223,7 +227,7 @@ def final_predictions(
         kept["mc"] = predictions.mc
     numpied = {key: tensor.numpy() for key, tensor in kept.items()}
     save_arrays(folder.path / "predictions.safetensors", numpied, {"samples": predictions.samples})
-    return predictions
+    return predictions, earlier
 
 
 def clients_scores(rows: Sequence[Mapping[str, Any]], settings: Settings) -> dict[str, Any]:

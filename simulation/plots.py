@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import numpy as np
+from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
-from matplotlib.colors import PowerNorm
+from matplotlib.colors import PowerNorm, to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
@@ -22,8 +22,7 @@ COLOURS = {  # Okabe and Ito's palette, safe for the colour-blind; the same meth
     "fedivon@mean": "#e69f00",
     "fedivon": "#d55e00",
 }
-OTHER_COLOURS = ("#cc79a7", "#56b4e9", "#000000", "#f0e442")
-PALETTE = (*COLOURS.values(), *OTHER_COLOURS)
+OTHER = "#56b4e9"
 TRAINING = "#7f7f7f"
 WIDTH = 9.0  # inches: 900 pixels at 100 dpi, the width of a README
 
@@ -51,13 +50,21 @@ class Point(NamedTuple):
 
 
 def colour(method: str) -> str:
-    """A method's colour; one without a colour of its own always gets the same of the rest.
+    """A method's colour.
 
     >>> colour("fedivon"), colour("fedavg@mean") == colour("fedavg")
     ('#d55e00', True)
     """
-    name = method.removesuffix("@mean")
-    return COLOURS.get(method) or COLOURS.get(name) or OTHER_COLOURS[crc32(name.encode()) % len(OTHER_COLOURS)]
+    return COLOURS.get(method) or COLOURS.get(method.removesuffix("@mean"), OTHER)
+
+
+def shades(count: int) -> list[str]:
+    """Colours for what is no method, from dark to light; the lightest are hard to see on white and left out.
+
+    >>> shades(2)
+    ['#440154', '#7ad151']
+    """
+    return [to_hex(colormaps["viridis"](0.8 * i / max(1, count - 1))) for i in range(count)]
 
 
 def partition_figure(counts: np.ndarray, title: str) -> Figure:
@@ -100,12 +107,12 @@ def curves_figure(rows: Sequence[Mapping[str, Any]], title: str, method: str) ->
     for at, label in (("mean", "test, at the mean"), ("mc", "test, Monte Carlo")):
         scored = [(row["round"], row[at]) for row in rows if at in row]
         if scored:
-            rounds, shade = (
-                [number for number, _ in scored],
-                colour(f"{method}@mean" if (at, sampled) == ("mean", True) else method),
-            )
-            loss.plot(rounds, [s["nll"] for _, s in scored], color=shade, label=label)
-            accuracy.plot(rounds, [100 * s["accuracy"] for _, s in scored], color=shade, label=label)
+            rounds = [number for number, _ in scored]
+            shade = colour(f"{method}@mean" if at == "mean" and sampled else method)
+            # None, which stands for NaN, becomes NaN again
+            nll, right = (np.array([s[key] for _, s in scored], dtype=float) for key in ("nll", "accuracy"))
+            loss.plot(rounds, nll, color=shade, label=label)
+            accuracy.plot(rounds, 100 * right, color=shade, label=label)
     loss.set(xlabel="round", ylabel="negative log-likelihood (nats)", ylim=(0, None))
     accuracy.set(xlabel="round", ylabel="test accuracy (%)")
     for axes in (loss, accuracy):
@@ -132,7 +139,8 @@ def convergence_figure(panels: Mapping[str, Sequence[Curve]]) -> Figure:
         tidy(accuracy)
     grid[0, 0].set_ylabel("test loss (NLL, nats)")
     grid[1, 0].set_ylabel("test accuracy (%)")
-    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    named = {line.get_label(): line for axes in grid[0] for line in axes.lines}  # a panel may lack some
+    figure.legend(handles=list(named.values()), loc="outside lower center", ncols=5, frameon=False)
     return figure
 
 
@@ -196,5 +204,7 @@ def tidy(axes: Axes) -> None:
 def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure in one step, in the format of its suffix."""
     buffer = BytesIO()
-    figure.savefig(buffer, format=path.suffix.removeprefix("."))
+    with rc_context({"svg.hashsalt": "fedivon"}):  # the same figure gives the same bytes
+        about = {"Date": None} if path.suffix == ".svg" else {}
+        figure.savefig(buffer, format=path.suffix.removeprefix("."), metadata=about)
     write_bytes(path, buffer.getvalue())

@@ -16,7 +16,7 @@ from simulation.report import number
 
 POLL_SECONDS = 0.5
 LINE_SECONDS = 10.0  # between lines where there is no terminal to redraw
-RECENT = 50  # rounds that the pace is measured on
+RECENT = 20  # rounds, and evaluations, that the pace is measured on
 
 
 @dataclass(frozen=True)
@@ -39,37 +39,33 @@ class RunState:
         """The last round."""
         return int(self.rows[-1]["round"]) if self.rows else 0
 
-    def pace(self) -> tuple[float, float] | None:
-        """Seconds of a round without evaluation, and of one weight sample's pass over the test data; None at first."""
-        recent = self.rows[-RECENT:]
-        plain = [row["seconds"] for row in recent if "mean" not in row]
-        scored = [row for row in recent if "mean" in row]
-        if not plain:
-            return None
-        extra = median(row["seconds"] for row in scored) - median(plain) if scored else 0.0
-        passes = 1 + (self.settings.eval_samples if scored and "mc" in scored[-1] else 0)
-        return median(plain), max(0.0, extra) / passes
+    @property
+    def sampled(self) -> bool:
+        """Whether the method has a posterior, from which evaluations draw."""
+        return any("mc" in row for row in self.rows)
 
-    def total_seconds(self) -> float | None:
-        """What the whole run takes at its present pace; None before that is known."""
+    def pace(self) -> tuple[float, float] | None:
+        """Seconds of a round without evaluation, and of one pass over the test data; None before the first round."""
+        plain = [row["seconds"] for row in self.rows if "mean" not in row][-RECENT:]
+        scored = [row["seconds"] for row in self.rows if "mean" in row][-RECENT:]
+        if not plain:
+            return (median(scored), 0.0) if scored else None
+        extra = median(scored) - median(plain) if scored else 0.0
+        return median(plain), max(0.0, extra) / (1 + self.settings.eval_samples * self.sampled)
+
+    def seconds(self, rounds: int, draws: int) -> float | None:
+        """What so many rounds and weight samples of the final evaluation take; None before the pace is known."""
         if (pace := self.pace()) is None:
             return None
         a_round, a_pass = pace
-        sampled = any("mc" in row for row in self.rows)
-        evaluations = self.settings.rounds / self.settings.evaluate_every
-        passes = evaluations * (1 + self.settings.eval_samples * sampled) + 1 + self.settings.test_samples * sampled
-        return self.settings.rounds * a_round + passes * a_pass
+        evaluations = rounds / self.settings.evaluate_every * (1 + self.settings.eval_samples * self.sampled)
+        return rounds * a_round + (evaluations + (draws if self.sampled else 0)) * a_pass
 
-    def fraction(self, whole: float) -> float:
-        """The part of a run's time, `whole` seconds, that is behind it."""
+    def seconds_left(self) -> float | None:
+        """Until the run is finished; None before the pace is known."""
         if self.finished:
-            return 1.0
-        pace = self.pace()
-        if pace is None:
             return 0.0
-        final = min(whole, self.settings.test_samples * pace[1])
-        rounds = (whole - final) * self.rounds_done / self.settings.rounds
-        return (rounds + final * self.draws / self.settings.test_samples) / whole if whole else 1.0
+        return self.seconds(self.settings.rounds - self.rounds_done, self.settings.test_samples - self.draws)
 
     def scores(self) -> str:
         """Accuracy and ECE of the last evaluation, or else the training loss."""
@@ -80,16 +76,16 @@ class RunState:
         return "" if loss is None else f"loss {loss:.3f}"
 
     def words(self) -> str:
-        """For a line of progress."""
+        """For a line of progress: the last scores, the phase, the time left."""
         if not self.rows:
             return "starting"
-        return "  ".join(part for part in (f"round {self.rounds_done}", self.scores(), self.evaluating()) if part)
-
-    def evaluating(self) -> str:
-        """How far the final evaluation is, once the rounds are done."""
-        if self.rounds_done < self.settings.rounds or self.finished:
-            return ""
-        return "final evaluation" + (f" ({self.draws} of {self.settings.test_samples})" if self.draws else "")
+        if self.finished:
+            return f"{self.scores()}  done"
+        phase = ""
+        if self.rounds_done == self.settings.rounds:
+            phase = "final evaluation" + (f" ({self.draws} of {self.settings.test_samples})" if self.draws else "")
+        left = self.seconds_left()
+        return "  ".join(part for part in (self.scores(), phase, f"{duration(left or 0.0)} left") if part)
 
 
 class Watch:
@@ -99,7 +95,6 @@ class Watch:
         self.settings, self.console = settings, console
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
-        self._began: tuple[float, int] | None = None  # when, and at which round, this watch saw the first round
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -124,7 +119,7 @@ class Watch:
             while True:
                 ending = self._stop.wait(POLL_SECONDS)
                 state = RunState.of(self.settings)
-                words = self._describe(state)
+                words = state.words()
                 bar.update(task, completed=state.rounds_done, state=words)
                 if not self.console.is_terminal and (ending or time.monotonic() - last_line > LINE_SECONDS):
                     last_line = time.monotonic()
@@ -132,21 +127,6 @@ class Watch:
                     self.console.print(line, highlight=False, soft_wrap=True)
                 if ending:
                     return
-
-    def _describe(self, state: RunState) -> str:
-        """Accuracy, ECE, speed and time left in words."""
-        if not state.rows:
-            return "starting"
-        done, now = state.rounds_done, time.monotonic()
-        if self._began is None:
-            self._began = (now, done)
-        words = [state.scores()]
-        if done == self.settings.rounds:
-            words.append(state.evaluating() or "done")
-        elif now > self._began[0] and done > self._began[1]:
-            speed = (done - self._began[1]) / (now - self._began[0])
-            words.append(f"{speed:.1f} rounds/s  {duration((self.settings.rounds - done) / speed)} left")
-        return "  ".join(word for word in words if word)
 
 
 def duration(seconds: float) -> str:

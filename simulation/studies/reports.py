@@ -1,4 +1,4 @@
-"""What is made of a study's runs: tables and figures, each from the runs' JSON files alone.
+"""What is made of a study's runs: tables and figures, each from the runs' JSON files (partitions: from the data).
 
 A report has two halves. `collect` reads what it needs from a finished run's folder (it runs beside the training, and
 may take long); `write` makes files and Markdown of what was collected for all runs. A new one is a subclass added to
@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 from fedivon_flwr.data import load
 from fedivon_flwr.errors import UserError
+from fedivon_flwr.evaluation import draw_seed
 from fedivon_flwr.metrics import Reliability, ood_auroc, reliability
 from fedivon_flwr.registry import Registry
 from fedivon_flwr.runs import load_arrays, read_json, read_metrics, write_bytes
 from fedivon_flwr.trained import Trained
 from simulation.plots import (
-    PALETTE,
     Curve,
     Point,
     colour,
@@ -33,10 +33,10 @@ from simulation.plots import (
     reliability_figure,
     save_figure,
     scores_figure,
+    shades,
 )
-from simulation.presets import preset_config, settings_of
 from simulation.report import SCORES, who_has_what
-from simulation.studies.spec import AT_MEAN, Job, Study, known_studies, load_study
+from simulation.studies.spec import AT_MEAN, Job, Study, known_studies, load_study, same_run
 from simulation.studies.tables import (
     METRICS,
     Cell,
@@ -44,6 +44,7 @@ from simulation.studies.tables import (
     cells,
     explanation,
     label,
+    names_of,
     scores_at,
     table_csv,
     table_markdown,
@@ -57,6 +58,7 @@ class Report(ABC):
     """One kind of table or figure."""
 
     key: ClassVar[str] = ""  # of what `collect` adds to a run's JSON
+    of_runs: ClassVar[bool] = True
 
     def check(self, study: Study) -> None:  # noqa: B027
         """Refuse a study that lacks what the report needs."""
@@ -64,6 +66,10 @@ class Report(ABC):
     def collect(self, job: Job, study: Study) -> Any:  # noqa: ARG002
         """What the report needs of a run beyond its summary."""
         return None
+
+    def is_current(self, saved: Run, job: Job, study: Study) -> bool:  # noqa: ARG002
+        """Whether a run's JSON has what `collect` would give."""
+        return not self.key or self.key in saved
 
     @abstractmethod
     def write(self, study: Study, runs: Sequence[Run], folder: Path) -> list[str]:
@@ -80,19 +86,20 @@ def both(figure: Any, folder: Path, name: str, alt: str) -> str:
     return f"![{alt}](figures/{name}.png)"
 
 
-def write_table(study: Study, table: Sequence[Cell], folder: Path) -> list[str]:
-    """table.csv, a figure for each dataset or variant, and the Markdown of both."""
-    write_bytes(folder / "table.csv", table_csv(study, table))
+def write_table(study: Study, table: Sequence[Cell], folder: Path, name: str = "scores") -> list[str]:
+    """table.csv, one figure or one for each dataset, and the Markdown of both."""
+    second = name != "scores" and "scores" in study.reports
+    write_bytes(folder / (f"table-{name}.csv" if second else "table.csv"), table_csv(study, table))
     lines = [*table_markdown(study, table), "", explanation(table), ""]
     if not any(cell.values for cell in table):
         return lines
     if not study.column:
-        return [*lines, both(scores_figure(points(table)), folder, "scores", "scores by dataset and method"), ""]
+        return [*lines, both(scores_figure(points(table)), folder, name, f"{name} by dataset and method"), ""]
     for preset in study.presets:
         mine = [cell for cell in table if cell.preset == preset]
         if any(cell.values for cell in mine):
             figure = scores_figure(points(mine, varied=True), f"{mine[0].dataset}, by {study.column}")
-            lines += [both(figure, folder, f"scores-{Path(preset).stem}", f"scores by {study.column}"), ""]
+            lines += [both(figure, folder, f"{name}-{Path(preset).stem}", f"{name} by {study.column}"), ""]
     return lines
 
 
@@ -106,7 +113,7 @@ def points(table: Sequence[Cell], varied: bool = False) -> dict[str, list[Point]
     return found
 
 
-class Scores(Report):
+class ScoreTable(Report):
     """Accuracy, ECE, NLL and Brier score."""
 
     def write(self, study: Study, runs: Sequence[Run], folder: Path) -> list[str]:
@@ -114,7 +121,7 @@ class Scores(Report):
         return write_table(study, cells(study, runs, list(SCORES)), folder)
 
 
-class Ood(Report):
+class OodTable(Report):
     """Telling unknown data from known by the predictive entropy."""
 
     key = "ood"
@@ -122,7 +129,7 @@ class Ood(Report):
     def check(self, study: Study) -> None:
         """Every preset needs foreign data of the same shape."""
         for preset in study.presets:
-            dataset = load(settings_of({**preset_config(preset), **study.settings}).dataset)
+            dataset = load(study.settings_of(preset).dataset)
             if preset not in study.unseen:
                 raise UserError(
                     f"The key 'unseen' of the study lacks '{preset}': name a dataset that is foreign to it."
@@ -147,9 +154,14 @@ class Ood(Report):
         for at in ("mean", "mc"):
             if at in inside:
                 samples = settings.test_samples if at == "mc" else 0
-                outside = trained.predict(foreign.test.x[unknown], samples, settings.seed)
+                # the weights with which the known examples were predicted
+                outside = trained.predict(foreign.test.x[unknown], samples, draw_seed(settings.seed))
                 found[at] = {"auroc": ood_auroc(inside[at][known], outside)}
         return found
+
+    def is_current(self, saved: Run, job: Job, study: Study) -> bool:
+        """The foreign dataset must be the same."""
+        return self.key in saved and saved[self.key]["dataset"] == load(study.unseen[job.preset]).name
 
     def write(self, study: Study, runs: Sequence[Run], folder: Path) -> list[str]:
         """The table of AUROCs."""
@@ -157,8 +169,8 @@ class Ood(Report):
         def auroc(run: Run, method: str) -> Mapping[str, float | None]:
             return scores_at({"metrics": run["ood"]}, method)
 
-        lines = write_table(study, cells(study, runs, ["auroc"], auroc), folder)
-        pairs = [f"{Path(preset).stem} against {study.unseen[preset]}" for preset in study.presets]
+        lines = write_table(study, cells(study, runs, ["auroc"], auroc), folder, "ood")
+        pairs = [f"{Path(preset).stem} against {Path(study.unseen[preset]).stem}" for preset in study.presets]
         return [*lines, f"Known against unknown data: {', '.join(pairs)}.", ""]
 
 
@@ -203,10 +215,9 @@ def by_method(study: Study, runs: Sequence[Run]) -> list[Curve]:
 def by_variant(study: Study, runs: Sequence[Run], method: str) -> list[Curve]:
     """A curve for every variant, in colours and line styles that tell them apart."""
     found = [(v.label, mean_curve(select(runs, variant=v.label), method)) for v in study.variants]
-    styles = itertools.product(("-", "--"), PALETTE)
-    return [
-        Curve(name, shade, line, *curve) for (name, curve), (line, shade) in zip(found, styles, strict=False) if curve
-    ]
+    styles = zip(shades(len(found)), itertools.cycle(("-", "--", ":")), strict=False)
+    drawn = zip(found, styles, strict=True)
+    return [Curve(name, shade, line, *curve) for (name, curve), (shade, line) in drawn if curve]
 
 
 def curves_shown(panels: Mapping[str, Sequence[Curve]], folder: Path, name: str) -> list[str]:
@@ -251,13 +262,15 @@ def curves_csv(study: Study, runs: Sequence[Run]) -> bytes:
     writer = csv.writer(text, lineterminator="\n")
     varied = [study.column] if study.column else []
     writer.writerow(["dataset", "method", *varied, "seed", "round", "nll", "accuracy"])
+    names = names_of(study)
     for run in runs:
         for method in study.methods:
             if run["method"] == method.removesuffix(AT_MEAN):
                 for server_round, scores in curve_of(run, method):
-                    numbers = [nan_if_none(scores["nll"]), 100 * nan_if_none(scores["accuracy"])]
-                    where = [Path(run["dataset"]).stem, method, *([run["variant"]] if varied else []), run["seed"]]
-                    writer.writerow([*where, server_round, *(f"{value:.6g}" for value in numbers)])
+                    both = (scores["nll"], 1.0), (scores["accuracy"], 100.0)
+                    numbers = ["" if value is None else f"{unit * value:.6g}" for value, unit in both]
+                    where = [names[run["preset"]], method, *([run["variant"]] if varied else []), run["seed"]]
+                    writer.writerow([*where, server_round, *numbers])
     return text.getvalue().encode()
 
 
@@ -265,6 +278,11 @@ class ReliabilityDiagrams(Report):
     """Accuracy against confidence."""
 
     key = "reliability"
+
+    def check(self, study: Study) -> None:
+        """One diagram for each method."""
+        if study.variants:
+            raise UserError("The report 'reliability' cannot show variants; leave it out of 'reports'.")
 
     def collect(self, job: Job, study: Study) -> dict[str, Any]:  # noqa: ARG002
         """Accuracy, confidence and count of every bin."""
@@ -299,7 +317,9 @@ def as_bins(saved: Mapping[str, Any]) -> Reliability:
 
 
 class Partitions(Report):
-    """Who has which class."""
+    """Who has which class: made of the data, without any run."""
+
+    of_runs = False
 
     def write(self, study: Study, runs: Sequence[Run], folder: Path) -> list[str]:  # noqa: ARG002
         """partitions.csv, and a figure for every dataset."""
@@ -308,7 +328,7 @@ class Partitions(Report):
         writer.writerow(["dataset", "client", "class", "examples"])
         lines: list[str] = []
         for preset in study.presets:
-            settings, stem = settings_of({**preset_config(preset), **study.settings}), Path(preset).stem
+            settings, stem = study.settings_of(preset), Path(preset).stem
             counts, figure = who_has_what(settings)
             for client, number in zip(*np.nonzero(counts), strict=True):
                 writer.writerow([Path(settings.dataset).stem, client, number, counts[client, number]])
@@ -317,8 +337,8 @@ class Partitions(Report):
         return lines
 
 
-REPORTS.add("scores")(Scores())
-REPORTS.add("ood")(Ood())
+REPORTS.add("scores")(ScoreTable())
+REPORTS.add("ood")(OodTable())
 REPORTS.add("curves")(Curves())
 REPORTS.add("reliability")(ReliabilityDiagrams())
 REPORTS.add("partitions")(Partitions())
@@ -333,29 +353,38 @@ def predictions(folder: Path) -> dict[str, torch.Tensor]:
 # A study's folder
 
 
-def check_reports(study: Study) -> None:
-    """Refuse unknown reports, and those that lack something."""
+def check_study(study: Study) -> None:
+    """Refuse reports that are unknown, or that lack something."""
+    of_runs = [name for name in study.reports if REPORTS[name].of_runs]
+    if of_runs and not study.methods:
+        raise UserError(f"The report '{of_runs[0]}' needs runs; name methods under the key 'methods'.")
     for name in study.reports:
         REPORTS[name].check(study)
 
 
+def check_job(job: Job) -> None:
+    """Refuse a run that would give no scores."""
+    if (given := job.settings.evaluation) != "server":
+        raise UserError(f"The setting 'evaluation' is '{given}' but must be 'server' in a study, which needs scores.")
+
+
 def collect(job: Job, study: Study) -> dict[str, Any]:
-    """A finished run as JSON: its summary, where it stands in the study, and what the reports need."""
+    """A finished run as JSON: its summary, and what the reports need."""
     folder = Path(job.settings.run_dir)
-    about = read_json(folder / "provenance.json")
-    found = {**read_json(folder / "summary.json"), "preset": job.preset, "variant": job.variant}
-    found["git_commit"] = about["git_commit"]
+    about: dict[str, Any] = read_json(folder / "provenance.json")
+    found: dict[str, Any] = read_json(folder / "summary.json")
+    found |= {key: about[key] for key in ("git_commit", "resumed") if key in about}
     for name in study.reports:
         if key := REPORTS[name].key:
             found[key] = REPORTS[name].collect(job, study)
     return found
 
 
-def is_collected(job: Job, study: Study, saved: Mapping[str, Any] | None) -> bool:
+def is_collected(job: Job, study: Study, saved: Run | None) -> bool:
     """Whether a JSON file is that of this run, with all that the reports need."""
-    if saved is None or any(key not in saved for name in study.reports if (key := REPORTS[name].key)):
+    if saved is None or not same_run(saved["settings"], job.settings):
         return False
-    return settings_of(saved["settings"]).identity() == job.settings.identity()
+    return all(REPORTS[name].is_current(saved, job, study) for name in study.reports)
 
 
 def write_reports(study: Study, runs: Sequence[Run], folder: Path) -> None:
@@ -373,4 +402,4 @@ def command(study: Study) -> str:
     plain = study.name.removesuffix("-quick")
     if plain in known_studies() and load_study(plain, plain != study.name) == study:
         return f"fedivon study {plain}" + (" --quick" if plain != study.name else "")
-    return "fedivon study study.toml    # in this folder"
+    return f"fedivon study results/{study.name}/study.toml"

@@ -11,12 +11,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -29,10 +30,11 @@ from fedivon_flwr.runs import read_json, write_json
 from simulation.engine import Resources, gpu_share
 from simulation.launch import check, stop_tree, with_ray
 from simulation.progress import LINE_SECONDS, RunState, duration
-from simulation.studies.reports import check_reports, collect, is_collected, write_reports
+from simulation.studies.reports import check_job, check_study, collect, is_collected, write_reports
 from simulation.studies.spec import Job, Study, jobs
 
 POLL_SECONDS = 1.0
+LOCK_SECONDS = 2.0  # to wait for one who only looks whether a study is running
 
 
 @dataclass
@@ -55,9 +57,11 @@ class Results:
         return self.folder / "logs" / f"{job.name}.log"
 
     def saved(self, job: Job) -> dict[str, Any] | None:
-        """What the results have of a run, if it is this run."""
+        """What the results have of a run, if it is this run, and where that stands in the study."""
         saved = read_json(self.path(job))
-        return saved if is_collected(job, self.study, saved) else None
+        if not is_collected(job, self.study, saved):
+            return None
+        return {**saved, "preset": job.preset, "variant": job.variant}
 
     def open_jobs(self) -> list[Job]:
         """The runs that are still to be done."""
@@ -65,14 +69,25 @@ class Results:
 
     def check(self) -> None:
         """Find out before anything is started what would fail later."""
-        check_reports(self.study)
+        check_study(self.study)
         for job in self.open_jobs():
+            check_job(job)
             check(job.settings)
 
     def write(self) -> None:
         """Tables and figures of the runs that are there."""
         found = [saved for job in self.jobs if (saved := self.saved(job)) is not None]
         write_reports(self.study, found, self.folder)
+
+    def is_free(self) -> bool:
+        """Whether no process runs the study."""
+        lock = FileLock(self.folder / ".lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            return False
+        lock.release()
+        return True
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -83,7 +98,7 @@ class Results:
             raise UserError(f"The folder '{self.folder}' cannot be made ({error.strerror}); use --results.") from None
         lock = FileLock(self.folder / ".lock")
         try:
-            lock.acquire(timeout=0)
+            lock.acquire(timeout=LOCK_SECONDS)
         except Timeout:
             raise UserError(f"The study in '{self.folder}' is running already; wait for it, or stop it.") from None
         try:
@@ -98,20 +113,27 @@ def default_jobs() -> int:
 
 
 def detach(results: Results, console: Console) -> None:
-    """Start the same command again, in a session of its own and at low priority."""
+    """Start the same command again, in a session of its own and at low priority, and see that it runs."""
+    results.check()
     with results.locked():
-        results.check()
+        pass
     log = results.folder / "study.log"
     arguments = [argument for argument in sys.argv[1:] if argument != "--background"]
     with log.open("ab") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "fedivon_flwr", *arguments],
+            [sys.executable, "-P", "-m", "fedivon_flwr", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
             start_new_session=True,
             preexec_fn=lambda: os.nice(10),
         )
+    while results.is_free():
+        if process.poll() is not None:
+            if process.returncode == 0:
+                break  # there was nothing left to do
+            raise UserError(f"The study could not be started in the background; see '{log}'.")
+        time.sleep(0.5)
     for line in (
         f"{results.study.name} runs in the background as process {process.pid}; its progress: tail -f {log}",
         f"Stop it with: kill {process.pid}; the same command goes on where it was.",
@@ -121,32 +143,37 @@ def detach(results: Results, console: Console) -> None:
 
 def run_study(results: Results, slots: int, console: Console) -> list[Job]:
     """Run what is missing, `slots` runs at a time, and write the results; gives the runs that failed."""
-    with results.locked():
-        results.check()
+    results.check()
+    with results.locked(), Board(results, console, slots) as board:
         waiting, failed = results.open_jobs(), []
         running: dict[Job, SpawnProcess] = {}
         (results.folder / "logs").mkdir(exist_ok=True)
-        with Board(results, console) as board:
-            try:
-                while waiting or running:
-                    while waiting and len(running) < slots:
-                        share = min(slots, len(waiting) + len(running))
-                        job = waiting.pop(0)
-                        running[job] = start(job, results, share)
-                    wait([process.sentinel for process in running.values()], timeout=POLL_SECONDS)
-                    for job in [job for job, process in running.items() if not process.is_alive()]:
-                        process = running.pop(job)
-                        process.join()
-                        if process.exitcode:
-                            failed.append(job)
-                        results.write()
-                    board.show(list(running), len(waiting))
-            finally:
-                for process in running.values():
-                    if process.pid:
-                        stop_tree(process.pid)
         results.write()
+        try:
+            while waiting or running:
+                while len(running) < slots and (job := next_job(waiting, running)):
+                    share = min(slots, len(waiting) + len(running))
+                    waiting.remove(job)
+                    running[job] = start(job, results, share)
+                board.show(list(running), waiting)
+                wait([process.sentinel for process in running.values()], timeout=POLL_SECONDS)
+                for job in [job for job, process in running.items() if not process.is_alive()]:
+                    process = running.pop(job)
+                    process.join()
+                    if process.exitcode:
+                        failed.append(job)
+                    results.write()
+        finally:
+            for process in running.values():
+                if process.pid:
+                    stop_tree(process.pid)
     return failed
+
+
+def next_job(waiting: Sequence[Job], running: Iterable[Job]) -> Job | None:
+    """The first whose folder nobody uses: variants that do not concern a method share its run."""
+    busy = {job.settings.run_dir for job in running}
+    return next((job for job in waiting if job.settings.run_dir not in busy), None)
 
 
 def start(job: Job, results: Results, share: int) -> SpawnProcess:
@@ -193,14 +220,13 @@ def end_with_parent() -> None:
 class Board:
     """Shows how far a study is: bars on a terminal, lines elsewhere."""
 
-    def __init__(self, results: Results, console: Console) -> None:
-        self._results, self._console = results, console
+    def __init__(self, results: Results, console: Console, slots: int) -> None:
+        self._results, self._console, self._slots = results, console, slots
         columns = (TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[state]}"))
         self._bars = Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal)
         self._tasks: dict[str, TaskID] = {}
         self._states = {job: RunState.of(job.settings) for job in results.jobs}
-        self._running: set[Job] = set()
-        self._line = 0.0
+        self._line = -LINE_SECONDS
 
     def __enter__(self) -> "Board":
         self._bars.start()
@@ -209,29 +235,27 @@ class Board:
     def __exit__(self, *_: object) -> None:
         self._bars.stop()
 
-    def show(self, running: Sequence[Job], waiting: int) -> None:
+    def show(self, running: Sequence[Job], waiting: Sequence[Job]) -> None:
         """Draw anew; on no terminal, a line now and then."""
         if not self._console.is_terminal and time.monotonic() - self._line < LINE_SECONDS:
             return
         self._line = time.monotonic()
-        for job in self._running | set(running):  # only theirs have changed
-            self._states[job] = RunState.of(job.settings)
-        self._running = set(running)
+        self._states |= {job: RunState.of(job.settings) for job in running}
         total = len(self._results.jobs)
-        done = total - waiting - len(running)
-        states = self._states
-        left = time_left(states, max(1, len(running)))
-        head = f"{done} of {total} runs done" + (f", about {duration(left)} left" if left is not None else "")
-        words = {job.name: states[job].words() for job in running}
-        self._bar("study", done, total, head)
-        for job in self._results.jobs:
-            if job.name in words:
-                self._bar(job.name, states[job].rounds_done, job.settings.rounds, words[job.name])
-            elif job.name in self._tasks:
-                self._bars.remove_task(self._tasks.pop(job.name))
+        ended = total - len(waiting) - len(running)
+        left = time_left(self._states, [*running, *waiting], self._slots)
+        head = f"{ended} of {total} runs ended" + (f", about {duration(left)} left" if left is not None else "")
+        self._bar("study", ended, total, head)
+        for name in self._tasks.keys() - {"study", *(job.name for job in running)}:
+            self._bars.remove_task(self._tasks.pop(name))
+        for job in running:
+            state = self._states[job]
+            self._bar(job.name, state.rounds_done, job.settings.rounds, state.words())
         if not self._console.is_terminal:
-            text = "; ".join(f"{name} {state}" for name, state in words.items())
-            self._console.print(f"{self._results.study.name}: {head}; {text}", highlight=False, soft_wrap=True)
+            states = [(job.name, self._states[job]) for job in running]
+            words = [f"{name} round {state.rounds_done}  {state.words()}" for name, state in states]
+            line = "; ".join([f"{self._results.study.name}: {head}", *words])
+            self._console.print(line, highlight=False, soft_wrap=True)
 
     def _bar(self, name: str, done: int, total: int, state: str) -> None:
         if name not in self._tasks:
@@ -239,17 +263,20 @@ class Board:
         self._bars.update(self._tasks[name], completed=done, state=state)
 
 
-def time_left(states: dict[Job, RunState], slots: int) -> float | None:
-    """Seconds until all runs are done, from the pace of those that are under way; None before the first is known.
+def time_left(states: Mapping[Job, RunState], todo: Sequence[Job], slots: int) -> float | None:
+    """Seconds until these runs are done, `slots` at a time; None before a pace is known.
 
     A run that has not begun is taken to be as fast as one of the same preset, or else as the mean of all.
     """
-    paces = {job: pace for job, state in states.items() if (pace := state.total_seconds()) is not None}
-    if not paces:
-        return None
-    left = 0.0
-    for job, state in states.items():
-        alike = [pace for other, pace in paces.items() if other.preset == job.preset] or list(paces.values())
-        whole = paces.get(job, sum(alike) / len(alike))
-        left += whole * (1 - state.fraction(whole))
-    return left / slots
+    left = []
+    for job in todo:
+        if (own := states[job].seconds_left()) is not None:
+            left.append(own)
+            continue
+        whole = job.settings.rounds, job.settings.test_samples
+        known = [(s, other.preset) for other, state in states.items() if (s := state.seconds(*whole)) is not None]
+        if not known:
+            return None
+        alike = [seconds for seconds, preset in known if preset == job.preset]
+        left.append(mean(alike or [seconds for seconds, _ in known]))
+    return max(sum(left) / slots, *left) if left else 0.0

@@ -24,21 +24,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import tomli_w
-from pydantic import Field, field_validator
+from pydantic import Field, model_validator
 
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.registry import unknown
-from fedivon_flwr.runs import runs_folder
+from fedivon_flwr.runs import read_json, runs_folder
 from fedivon_flwr.settings import FlatModel, Settings, flatten, read_tables, validated
 from simulation.presets import preset_config, settings_of
 
 STUDIES = Path(__file__).parent
 AT_MEAN = "@mean"
-
-Scores = dict[str, float]
+OWN = ("seed", "method", "run-dir")  # settings that a study sets itself
 
 
 class Variant(FlatModel):
@@ -46,11 +45,6 @@ class Variant(FlatModel):
 
     label: str = Field(description="how the variant is called in tables")
     settings: dict[str, Any] = Field(default_factory=dict, description="the settings it changes")
-
-    @field_validator("settings")
-    @classmethod
-    def _flat(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        return dict(flatten(settings))
 
 
 class Study(FlatModel):
@@ -66,18 +60,35 @@ class Study(FlatModel):
     column: str = Field("", description="what the variants vary")
     variants: list[Variant] = Field(default_factory=list, description="tables with a label and settings")
     unseen: dict[str, str] = Field(default_factory=dict, description="datasets that are foreign to a preset's")
-    paper: dict[str, dict[str, Scores]] = Field(
+    paper: dict[str, dict[str, dict[str, float]]] = Field(
         default_factory=dict, description="the paper's numbers, by preset, method and metric"
     )
 
-    @field_validator("settings")
-    @classmethod
-    def _flat(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        return dict(flatten(settings))
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.variants and not self.column:
+            raise ValueError("A study with variants needs the key 'column': the name of what they vary")
+        if isinstance(self.seeds, dict) and set(self.seeds) != set(self.presets):
+            raise ValueError(f"The key 'seeds' must have one list for each of the presets: {', '.join(self.presets)}")
+        for key, table in (("unseen", self.unseen), ("paper", self.paper)):
+            if stray := sorted(set(table) - set(self.presets)):
+                raise ValueError(f"The key '{key}.{stray[0]}' is none of the presets: {', '.join(self.presets)}")
+        for settings in (self.settings, *(variant.settings for variant in self.variants)):
+            if fixed := next((key for key in OWN if key in settings), None):
+                raise ValueError(f"The setting '{fixed}' is given by the study itself; use the keys of the study")
+        lists = {"presets": self.presets, "methods": self.methods, "labels": [v.label for v in self.variants]}
+        for name, listed in (lists | {f"seeds of {p}": self.seeds_of(p) for p in self.presets}).items():
+            if len(set(listed)) < len(listed):
+                raise ValueError(f"The {name} of the study must differ from each other")
+        return self
 
     def seeds_of(self, preset: str) -> list[int]:
         """The seeds with which a preset is run."""
-        return self.seeds if isinstance(self.seeds, list) else self.seeds.get(preset, [])
+        return self.seeds if isinstance(self.seeds, list) else self.seeds[preset]
+
+    def settings_of(self, preset: str, **more: Any) -> Settings:
+        """What a preset's runs have in common, and `more`."""
+        return settings_of({**preset_config(preset), **self.settings, **more})
 
     def toml(self) -> bytes:
         """The description, from which the study can be run again."""
@@ -106,20 +117,55 @@ def load_study(name: str, quick: bool = False, changes: Mapping[str, Any] | None
     elif name in known_studies():
         data = {"name": name, **read_tables(STUDIES / f"{name}.toml")}
     else:
-        raise UserError(
-            unknown("study", name, known_studies()).removesuffix(".") + ", or give the path of a .toml file."
-        )
-    short = data.pop("quick", None)
+        known = unknown("study", name, known_studies()).removesuffix(".")
+        raise UserError(f"{known}, or give the path of a .toml file.")
+    settings, short = flat_table(data, "settings"), flat_table(data, "quick", flat=False)
     if quick:
-        if short is None:
+        if not short:
             raise UserError(f"The study '{name}' has no quick form; run it without --quick.")
-        settings = {**data.get("settings", {}), **short.pop("settings", {})}
-        data |= {**short, "settings": settings, "name": f"{data['name']}-quick"}
-    data["settings"] = {**data.get("settings", {}), **(changes or {})}
-    study = validated(Study, data)
-    if study.variants and not study.column:
-        raise UserError("A study with variants needs the key 'column': the name of what they vary.")
-    return study
+        settings |= flat_table(short, "settings")
+        data |= {**short, "name": f"{data['name']}-quick"}
+        paper = flat_table(data, "paper", flat=False)
+        data["paper"] = {key: table for key, table in paper.items() if key in data.get("presets", [])}
+    if changes:  # other settings, other results
+        data["name"] = f"{data['name']}-{digest(changes)}"
+    data["settings"] = settings | dict(changes or {})
+    return validated(Study, with_absolute_paths(data))
+
+
+def flat_table(data: dict[str, Any], key: str, flat: bool = True) -> dict[str, Any]:
+    """Take a table out of a description, with dotted keys instead of tables in it."""
+    table = data.pop(key, {})
+    if not isinstance(table, Mapping):
+        raise UserError(f"The study's key '{key}' is {table!r} but must be a table.")
+    return dict(flatten(table)) if flat else dict(table)
+
+
+def with_absolute_paths(data: dict[str, Any]) -> dict[str, Any]:
+    """A description with flat variants, and with the user's own files named so that they are found from anywhere."""
+
+    def found(value: Any) -> Any:
+        own = isinstance(value, str) and value.endswith((".toml", ".npz"))
+        return str(Path(value).expanduser().resolve()) if own else value
+
+    def keys(table: Any, values: bool = False) -> Any:
+        if not isinstance(table, Mapping):
+            return table
+        return {found(key): found(value) if values else value for key, value in table.items()}
+
+    data = {**data, "settings": keys(data["settings"], values=True)}
+    for key in {"seeds", "paper", "unseen"} & data.keys():
+        data[key] = keys(data[key], values=key == "unseen")
+    if isinstance(data.get("presets"), list):
+        data["presets"] = [found(preset) for preset in data["presets"]]
+    if isinstance(data.get("variants"), list):
+        data["variants"] = [
+            {**variant, "settings": keys(flat_table(dict(variant), "settings"), values=True)}
+            if isinstance(variant, Mapping)
+            else variant
+            for variant in data["variants"]
+        ]
+    return data
 
 
 def jobs(study: Study) -> list[Job]:
@@ -132,20 +178,38 @@ def jobs(study: Study) -> list[Job]:
             for seed in study.seeds_of(preset)[index : index + 1]:
                 for variant in study.variants or [Variant(label="")]:
                     found += [job(study, preset, variant, method, seed) for method in methods]
+    names = [each.name for each in found]
+    if same := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"Two runs of the study would be called '{same}'; give presets and variants other names.")
     return found
 
 
 def job(study: Study, preset: str, variant: Variant, method: str, seed: int) -> Job:
-    """One run. Its folder is named after all that decides the outcome, so that studies share their runs."""
-    config = {**preset_config(preset), **study.settings, **variant.settings, "method": method, "seed": seed}
-    settings = settings_of(config)
-    stem = Path(preset).stem
-    folder = runs_folder() / "studies" / f"{stem}-{method}-seed{seed}-{digest(settings)}"
+    """One run."""
+    settings, stem = study.settings_of(preset, **variant.settings, method=method, seed=seed), Path(preset).stem
+    folder = run_folder(settings, f"{stem}-{method}-seed{seed}")
     label = "".join(c if c.isalnum() or c in ".-" else "-" for c in variant.label)
     name = "-".join(part for part in (stem, method, label, f"seed{seed}") if part)
-    return Job(name, preset, variant.label, settings.model_copy(update={"run_dir": str(folder.resolve())}))
+    return Job(name, preset, variant.label, settings.model_copy(update={"run_dir": str(folder)}))
 
 
-def digest(settings: Settings) -> str:
-    """A short name for all that decides a run's outcome."""
-    return blake2b(json.dumps(settings.identity(), sort_keys=True).encode(), digest_size=4).hexdigest()
+def run_folder(settings: Settings, name: str) -> Path:
+    """A run's folder, which all studies share: the one with these settings, or a new one named after them."""
+    runs = (runs_folder() / "studies").resolve()
+    for path in sorted(runs.glob(f"{name}-*")):  # a setting that is new since then has its default
+        if same_run(read_json(path / "settings.json"), settings):
+            return path
+    return runs / f"{name}-{digest(settings.identity())}"
+
+
+def same_run(saved: Mapping[str, Any] | None, settings: Settings) -> bool:
+    """Whether settings that were written down are, in all that decides the outcome, these."""
+    try:
+        return saved is not None and settings_of(saved).identity() == settings.identity()
+    except UserError:  # of a version with other keys
+        return False
+
+
+def digest(settings: Mapping[str, Any]) -> str:
+    """A short name for settings."""
+    return blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=4).hexdigest()

@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from simulation.presets import preset_config, settings_of
 from simulation.report import LABELS, SCORES
 from simulation.studies.spec import AT_MEAN, Study
 
@@ -59,8 +58,8 @@ def scores_at(run: Run, method: str) -> Mapping[str, float | None]:
 def cells(study: Study, runs: Sequence[Run], metrics: Sequence[str], values: Values | None = None) -> list[Cell]:
     """All cells of a study's table; those without a finished run are empty."""
     found = []
+    names = names_of(study)
     for preset in study.presets:
-        dataset = settings_of({**preset_config(preset), **study.settings}).dataset
         for variant in [v.label for v in study.variants] or [""]:
             for method in study.methods:
                 mine = [
@@ -72,9 +71,18 @@ def cells(study: Study, runs: Sequence[Run], metrics: Sequence[str], values: Val
                 for metric in metrics:
                     ours = [scores[metric] for scores in mine]
                     known = tuple(UNITS.get(metric, 1.0) * value for value in ours if value is not None)
-                    where = (preset, Path(dataset).stem, variant, method, metric)
+                    where = (preset, names[preset], variant, method, metric)
                     found.append(Cell(*where, known, paper.get(metric)))
     return found
+
+
+def names_of(study: Study) -> dict[str, str]:
+    """What the presets are called in tables: by their dataset, or by themselves where two have the same."""
+    datasets = {preset: Path(study.settings_of(preset).dataset).stem for preset in study.presets}
+    return {
+        preset: dataset if list(datasets.values()).count(dataset) == 1 else Path(preset).stem
+        for preset, dataset in datasets.items()
+    }
 
 
 def table_csv(study: Study, table: Sequence[Cell]) -> bytes:

@@ -146,3 +146,11 @@ def test_ood_auroc_tells_confident_predictions_apart() -> None:
 def test_import_is_light() -> None:
     code = "import sys, fedivon_flwr.metrics; sys.exit('torchmetrics' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_model_that_diverged_has_empty_bins() -> None:
+    table = reliability(torch.tensor([[float("nan")] * 2, [0.9, 0.1]]), torch.tensor([0, 0]))
+    assert table.count.sum() == 1
+    nothing = reliability(torch.full((2, 2), float("nan")), torch.tensor([0, 1]))
+    assert nothing.count.sum() == 0
+    assert np.isnan(nothing.ece)

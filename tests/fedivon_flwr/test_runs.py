@@ -192,7 +192,9 @@ def test_the_same_settings_continue(folder: RunFolder, settings: Settings) -> No
     elsewhere = settings.model_copy(update={"device": "cpu", "checkpoint_every": 3})
     again = RunFolder.open(elsewhere)
     again.close()
-    assert files(again.path) == before
+    after = files(again.path)
+    before.pop("provenance.json"), after.pop("provenance.json")  # it has one resumption more
+    assert after == before
 
 
 @pytest.mark.parametrize(
@@ -349,3 +351,16 @@ def test_a_kill_while_writing_leaves_the_old_file(tmp_path: Path) -> None:
     write_bytes(tmp_path / "x", b"old")
     assert in_another_process(die_while_writing, tmp_path / "x") == 3
     assert (tmp_path / "x").read_bytes() == b"old"
+
+
+def test_every_resumption_is_written_down(settings: Settings, tmp_path: Path) -> None:
+    chosen = settings.model_copy(update={"run_dir": str(tmp_path / "again")})
+    for times in range(3):
+        folder = RunFolder.open(chosen)
+        folder.close()
+        about = read_json(folder.path / "provenance.json")
+        assert len(about.get("resumed", [])) == times
+        assert all(set(again) == {"command", "git_commit", "started"} for again in about.get("resumed", []))
+    write_json(folder.path / "summary.json", {})
+    RunFolder.open(chosen).close()
+    assert len(read_json(folder.path / "provenance.json")["resumed"]) == 2

@@ -83,8 +83,8 @@ def test_a_final_evaluation_that_was_interrupted_goes_on(tmp_path: Path, monkeyp
 
     chosen, save = settings(tmp_path / "run", **{"test-samples": 7}), RunFolder.save_evaluation
 
-    def stop(folder: RunFolder, draws: int, total: Any) -> None:
-        save(folder, draws, total)
+    def stop(folder: RunFolder, draws: int, *more: Any) -> None:
+        save(folder, draws, *more)
         if draws == 3:
             raise KeyboardInterrupt
 
@@ -95,7 +95,7 @@ def test_a_final_evaluation_that_was_interrupted_goes_on(tmp_path: Path, monkeyp
     assert draws_done(tmp_path / "run") == 3
     assert not (tmp_path / "run" / "summary.json").exists()
     seen: list[int] = []
-    monkeypatch.setattr(RunFolder, "save_evaluation", lambda _, draws, __: seen.append(draws))
+    monkeypatch.setattr(RunFolder, "save_evaluation", lambda _, draws, *__: seen.append(draws))
     run(LocalGrid(chosen.to_config(), chosen.clients), chosen)
     assert seen == [4, 5, 6, 7]
     ours, theirs = (load_arrays(tmp_path / name / "predictions.safetensors")[0] for name in ("run", "whole"))

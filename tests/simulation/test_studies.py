@@ -16,17 +16,24 @@ import numpy as np
 import psutil
 import pytest
 import tomli_w
+import torch
 from command import Command, assert_refused
+from flwr.app import ConfigRecord
+from grid import LocalGrid
 
+import clients
 import strategies
+from clients.base import Work
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.models import build
+from fedivon_flwr.records import to_record
 from fedivon_flwr.runs import read_json, read_metrics, write_json
 from fedivon_flwr.settings import Settings
+from simulation.presets import settings_of
 from simulation.progress import RunState
 from simulation.studies.reports import REPORTS, write_reports
-from simulation.studies.runner import Results, time_left
-from simulation.studies.spec import Job, Study, digest, jobs, known_studies, load_study
+from simulation.studies.runner import Results, next_job, time_left
+from simulation.studies.spec import Job, Study, jobs, known_studies, load_study, run_folder
 from simulation.studies.tables import Cell, cells, scores_at, table_csv, table_markdown
 
 TINY: dict[str, Any] = {
@@ -50,7 +57,7 @@ DESCRIBED: dict[str, Any] = {
 
 
 def described(path: Path, **changes: Any) -> Path:
-    path.write_text(tomli_w.dumps(DESCRIBED | changes))
+    path.write_text(tomli_w.dumps({k: v for k, v in (DESCRIBED | changes).items() if v is not None}))
     return path
 
 
@@ -82,7 +89,7 @@ def test_the_studies_of_the_project_are_sound(name: str, quick: bool) -> None:
     assert study.name == (f"{name}-quick" if quick else name)
     for preset, methods in study.paper.items():
         assert set(methods) <= set(study.methods)
-        assert quick or preset in study.presets
+        assert preset in study.presets
     if quick:
         assert study.presets == ["digits"]  # which comes with a package
         assert all(job.settings.rounds <= 60 for job in jobs(study))
@@ -141,7 +148,61 @@ def test_whatever_decides_the_outcome_names_the_folder(tmp_path: Path) -> None:
     (job, *_) = jobs(study_of(tmp_path))
     other = job.settings.model_copy(update={"rounds": 5})
     elsewhere = job.settings.model_copy(update={"run_dir": "elsewhere", "tensorboard": True})
-    assert digest(other) != digest(job.settings) == digest(elsewhere)
+    folders = [run_folder(settings, "run") for settings in (job.settings, other, elsewhere)]
+    assert folders[0] != folders[1]
+    assert folders[0] == folders[2]
+
+
+def test_a_run_of_an_earlier_version_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A setting that did not exist then has its default; one that no longer exists makes it another run."""
+    monkeypatch.setenv("FEDIVON_RUNS", str(tmp_path / "runs"))
+    (job, *_) = jobs(study_of(tmp_path))
+    old = tmp_path / "runs" / "studies" / "digits-fedavg-seed0-earlier"
+    old.mkdir(parents=True)
+    record = job.settings.record()
+    del record["alpha"], record["fedavg.fused"]
+    write_json(old / "settings.json", record)
+    assert jobs(study_of(tmp_path))[0].settings.run_dir == str(old)
+    write_json(old / "settings.json", record | {"gone": 1})
+    assert jobs(study_of(tmp_path))[0].settings.run_dir == job.settings.run_dir
+
+
+def test_other_settings_do_not_touch_the_results() -> None:
+    changes: list[dict[str, Any]] = [{}, {"rounds": 3}]
+    names = {load_study("table-standard", quick, change).name for quick in (False, True) for change in changes}
+    assert len(names) == 4
+    assert {"table-standard", "table-standard-quick"} < names
+
+
+def test_variants_that_do_not_concern_a_method_share_its_run_one_after_the_other(tmp_path: Path) -> None:
+    variants = [{"label": str(lr), "settings": {"fedivon": {"lr": lr}}} for lr in (0.1, 0.2)]
+    first, ivon, second, other = jobs(study_of(tmp_path, column="lr", variants=variants))
+    assert first.settings.run_dir == second.settings.run_dir
+    assert ivon.settings.run_dir != other.settings.run_dir
+    assert next_job([second, other], [first]) is other
+    assert next_job([second], [first]) is None
+    assert next_job([second, other], []) is second
+
+
+def test_own_files_are_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text('dataset = "mine.npz"\n')
+    own = {"presets": ["mine.toml"], "unseen": {"mine.toml": "other.npz"}, "paper": {}, "seeds": {"mine.toml": [1]}}
+    study = study_of(tmp_path, **own)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    Path("kept.toml").write_bytes(study.toml())
+    again = load_study("kept.toml")
+    assert again == study
+    assert again.presets == [str(tmp_path / "mine.toml")]
+    assert again.unseen == {str(tmp_path / "mine.toml"): str(tmp_path / "other.npz")}
+    assert [job.settings.seed for job in jobs(again)] == [1, 1]
+
+
+def test_presets_of_one_dataset_go_by_their_own_names(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("rounds = 3\n")
+    study = study_of(tmp_path, presets=["digits", str(tmp_path / "mine.toml")])
+    assert {cell.dataset for cell in cells(study, [], ["ece"])} == {"digits", "mine"}
 
 
 def test_a_variant_changes_settings_and_has_a_column(tmp_path: Path) -> None:
@@ -238,12 +299,12 @@ def test_the_time_left(tmp_path: Path) -> None:
 
     def left(*done: int, slots: int = 1) -> float | None:
         states: dict[Job, RunState] = {job: Fake.after(job.settings, d) for job, d in zip(listed, done, strict=True)}
-        return time_left(states, slots)
+        return time_left(states, [job for job, state in states.items() if not state.finished], slots)
 
     assert left(0, 0) is None
     assert left(100, 25) == pytest.approx(75)
     assert left(50, 0) == pytest.approx(150)  # the second is taken to be as fast as the first
-    assert left(50, 0, slots=2) == pytest.approx(75)
+    assert left(50, 0, slots=2) == pytest.approx(100)  # no sooner than the longest
     assert left(100, 100) == 0
 
 
@@ -252,13 +313,27 @@ def test_the_final_evaluation_counts_as_time() -> None:
     rows: list[dict[str, Any]] = [{"round": r, "seconds": 1.0, "train_loss": 1.0} for r in range(1, 101)]
     for row in rows[9::10]:
         row.update(seconds=11.0, **scores(0.5))
-    # 10 s for 5 passes over the test data: 2 s each, so 10 evaluations and 101 passes at the end
+    # 10 s for 5 passes over the test data: 2 s each, so 100 passes are left
     state = RunState(settings, rows, 0, finished=False)
     assert state.pace() == (1.0, 2.0)
-    assert state.total_seconds() == pytest.approx(100 + 10 * 10 + 101 * 2)
+    assert state.seconds_left() == pytest.approx(200)
     half = RunState(settings, rows, 50, finished=False)
-    assert half.fraction(402) == pytest.approx((202 + 100) / 402)
-    assert "final evaluation (50 of 100)" in half.words()
+    assert half.seconds_left() == pytest.approx(100)
+    assert "final evaluation (50 of 100)  100 s left" in half.words()
+    early = RunState(settings, rows[:20], 0, finished=False)
+    assert early.seconds_left() == pytest.approx(80 + 8 * 10 + 200)
+
+
+@pytest.mark.parametrize("every", [1, 10, 100])
+def test_a_method_without_a_posterior_draws_nothing_in_the_end(every: int) -> None:
+    settings = Settings.from_config({"rounds": 400, "evaluate-every": every, "test-samples": 100})
+    rows: list[dict[str, Any]] = [{"round": r, "seconds": 1.0, "train_loss": 1.0} for r in range(1, 251)]
+    for row in rows[every - 1 :: every]:
+        row.update(seconds=4.0, **scores(0.5, mc=False))
+    state = RunState(settings, rows, 0, finished=False)
+    assert state.seconds_left() == pytest.approx(150 * 4 if every == 1 else 150 + 150 / every * 3)
+    whole = RunState(settings, [{**row, "round": row["round"] + 150} for row in rows], 0, finished=False)
+    assert whole.seconds_left() == 0
 
 
 # Bad input
@@ -275,20 +350,35 @@ def test_the_final_evaluation_counts_as_time() -> None:
 )
 def test_bad_input_is_one_sentence(fedivon: Command, tmp_path: Path, words: list[str], named: tuple[str, ...]) -> None:
     assert_refused(fedivon("study", *words, "--results", tmp_path / "results"), *named)
-    assert not (tmp_path / "results" / "study.toml").exists()
+    assert not (tmp_path / "results").exists()
     assert not (tmp_path / "runs").exists()
 
 
 BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "no methods": ({"methods": []}, ("'scores'", "'methods'")),
+    "settings that are none": ({"settings": 3}, ("'settings'", "must be a table")),
+    "quick that is none": ({"quick": 3}, ("'quick'", "must be a table")),
+    "a variant that is none": ({"column": "x", "variants": [3]}, ("'variants'",)),
+    "a variant's key": ({"column": "x", "variants": [{"label": "a", "nope": 1}]}, ("'variants.0.nope'",)),
+    "no label": ({"column": "x", "variants": [{"settings": {}}]}, ("'variants.0.label' is missing",)),
+    "no title": ({"title": None}, ("'title' is missing",)),
+    "no scores": ({"settings": TINY | {"evaluation": "none"}}, ("'evaluation'", "'server'")),
+    "a seed among the settings": ({"settings": TINY | {"seed": 3}}, ("'seed'", "keys of the study")),
+    "a seed twice": ({"seeds": [0, 0]}, ("seeds of digits", "differ")),
+    "a label twice": ({"column": "x", "variants": [{"label": "a"}, {"label": "a"}]}, ("labels", "differ")),
+    "labels alike": ({"column": "x", "variants": [{"label": "a b"}, {"label": "a-b"}]}, ("digits-fedavg-a-b-seed0",)),
+    "seeds of another preset": ({"seeds": {"digit": [0]}}, ("'seeds'", "digits")),
+    "the paper on another preset": ({"paper": {"digit": {}}}, ("'paper.digit'", "digits")),
+    "reliability of variants": ({"column": "x", "variants": [{"label": "a"}]}, ("'reliability'", "variants")),
     "a report": ({"reports": ["nope"]}, ("Unknown report 'nope'", "scores")),
-    "a preset": ({"presets": ["nope"]}, ("Unknown preset 'nope'", "digits")),
+    "a preset": ({"presets": ["nope"], "paper": {}}, ("Unknown preset 'nope'", "digits")),
     "a method": ({"methods": ["nope"]}, ("Unknown method 'nope'", "fedavg")),
     "a key": ({"nope": 1}, ("Unknown key 'nope'", "reports")),
     "no presets": ({"presets": []}, ("'presets'",)),
     "no column": ({"variants": [{"label": "a"}]}, ("'column'",)),
     "nothing unseen": ({"reports": ["ood"]}, ("'unseen'", "'digits'")),
     "unseen of another shape": (
-        {"reports": ["ood"], "unseen": {"digits": "own"}},
+        {"reports": ["ood"], "unseen": {"digits": "own.npz"}},
         ("'unseen.digits'", "(1, 8, 8)"),
     ),
 }
@@ -297,9 +387,10 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_description_is_one_sentence(fedivon: Command, tmp_path: Path, case: str, wide_data: Path) -> None:
     changes, named = BAD[case]
-    text = json.loads(json.dumps(changes).replace('"own"', json.dumps(str(wide_data))))
+    text = json.loads(json.dumps(changes).replace('"own.npz"', json.dumps(str(wide_data))))
     path = described(tmp_path / "bad.toml", **text)
     assert_refused(fedivon("study", path, "--results", tmp_path / "results"), *named)
+    assert not (tmp_path / "results").exists()
     assert not (tmp_path / "runs").exists()
 
 
@@ -373,7 +464,7 @@ def test_a_killed_study_repeats_nothing_and_loses_nothing(tmp_path: Path) -> Non
     rows = list(read_metrics(second))[:8]
 
     out = finished(program(study, broken, "--jobs", 1))
-    assert "1 of 2 runs done" in out
+    assert "1 of 2 runs ended" in out
     assert (broken / "results" / "runs" / "digits-fedavg-seed0.json").stat().st_mtime_ns == kept
     assert list(read_metrics(second))[:8] == rows  # with their times: these rounds were not run again
     assert outcome(broken) == outcome(whole)
@@ -454,3 +545,58 @@ def test_results_of_other_settings_do_not_count(tmp_path: Path) -> None:
     del run["reliability"]
     write_json(results.path(job), run)
     assert results.saved(job) is None
+
+
+def test_a_run_counts_for_the_variant_that_the_study_has_now(tmp_path: Path) -> None:
+    """Also when the file was written for a label that has been changed since."""
+    variant = {"label": "a/b", "settings": {"fedavg": {"lr": 0.01}}}
+    study = study_of(tmp_path, column="lr", methods=["fedavg"], variants=[variant], reports=["scores"])
+    results = Results(study, tmp_path / "results")
+    (job,) = results.jobs
+    (tmp_path / "results" / "runs").mkdir(parents=True)
+    write_json(results.path(job), run_of("fedavg", 0, 0.5, variant="a b", settings=job.settings.record()))
+    saved = results.saved(job)
+    assert saved is not None
+    assert cells(study, [saved], ["accuracy"])[0].values == (50.0,)
+
+
+def test_results_for_other_foreign_data_do_not_count(tmp_path: Path) -> None:
+    study = study_of(tmp_path, reports=["ood"], unseen={"digits": "photos"})
+    results = Results(study, tmp_path / "results")
+    job = results.jobs[0]
+    (tmp_path / "results" / "runs").mkdir(parents=True)
+    for dataset, counts in (("photos", True), ("digits", False)):
+        run = run_of("fedavg", 0, 0.5, ood={"dataset": dataset}, settings=job.settings.record())
+        write_json(results.path(job), run)
+        assert (results.saved(job) is not None) == counts
+
+
+def test_two_tables_of_one_study_are_two_files(tmp_path: Path) -> None:
+    study = study_of(tmp_path, reports=["scores", "ood"], unseen={"digits": "photos"})
+    runs = [run_of("fedavg", 0, 0.5, ood={"dataset": "photos", "mean": {"auroc": 0.9}})]
+    write_reports(study, runs, tmp_path)
+    assert "fedavg,accuracy,50," in (tmp_path / "table.csv").read_text()
+    assert "fedavg,auroc,0.9," in (tmp_path / "table-ood.csv").read_text()
+    assert {path.name for path in (tmp_path / "figures").iterdir()} == {
+        f"{name}.{suffix}" for name in ("scores", "ood") for suffix in ("png", "svg")
+    }
+
+
+@pytest.mark.parametrize("method", ["fedlaplace", "fedivon"])
+def test_all_methods_ask_the_same_clients_for_the_same_batches(method: str) -> None:
+    def asked(name: str) -> list[tuple[int, int]]:
+        chosen = settings_of({**TINY, "method": name, "seed": 5})
+        grid, strategy = LocalGrid(chosen.to_config(), chosen.clients), strategies.build(chosen)
+        arrays = strategy.model_arrays(build("mlp", (1, 8, 8), 10, 0))
+        strategy.start(grid, to_record(arrays), num_rounds=3, train_config=ConfigRecord({"batch-size": 32}))
+        return grid.clients()
+
+    assert asked(method) == asked("fedavg")
+    work = Work(server_round=2, seed=5, local_epochs=2)
+    ours, theirs = (
+        clients.build(settings_of({**TINY, "method": name}), {"partition-id": 3, "num-partitions": 6}).epochs(work)
+        for name in (method, "fedavg")
+    )
+    for (x, y), (other_x, other_y) in zip(ours, theirs, strict=True):
+        assert torch.equal(x, other_x)
+        assert torch.equal(y, other_y)
