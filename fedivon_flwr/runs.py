@@ -224,7 +224,8 @@ def versions() -> dict[str, str]:
 
 def command() -> str:
     """What was typed; under ``flwr run`` it comes through the environment."""
-    return os.environ.get("FEDIVON_COMMAND") or shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    program = Path(sys.argv[0]).name.replace("__main__.py", "fedivon")  # `python -m fedivon_flwr`
+    return os.environ.get("FEDIVON_COMMAND") or shlex.join([program, *sys.argv[1:]])
 
 
 def git_commit() -> str | None:

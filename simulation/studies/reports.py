@@ -235,8 +235,10 @@ def select(runs: Sequence[Run], **wanted: str) -> list[Run]:
 
 def curve_of(run: Run, method: str) -> Iterator[tuple[int, Mapping[str, float | None]]]:
     """A method's scores in the rounds in which they were taken."""
+    drawn = "mc" in run["metrics"] and not method.endswith(AT_MEAN)
     for row in run["curve"]:
-        yield row["round"], scores_at({"metrics": row}, method)
+        if "mc" in row or not drawn:
+            yield row["round"], scores_at({"metrics": row}, method)
 
 
 def mean_curve(runs: Sequence[Run], method: str) -> tuple[list[int], list[float], list[float]] | None:
@@ -373,7 +375,7 @@ def collect(job: Job, study: Study) -> dict[str, Any]:
     folder = Path(job.settings.run_dir)
     about: dict[str, Any] = read_json(folder / "provenance.json")
     found: dict[str, Any] = read_json(folder / "summary.json")
-    found |= {key: about[key] for key in ("git_commit", "resumed") if key in about}
+    found["git_commits"] = [part["git_commit"] for part in (about, *about.get("resumed", []))]
     for name in study.reports:
         if key := REPORTS[name].key:
             found[key] = REPORTS[name].collect(job, study)
