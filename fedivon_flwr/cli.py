@@ -1,4 +1,4 @@
-"""The `fedivon` command: simulate, study, data, predict, runs."""
+"""The `fedivon` command: simulate, study, calibrate, data, predict, runs."""
 
 import json
 import signal
@@ -236,6 +236,33 @@ def data_show(
         highlight=False,
         soft_wrap=True,
     )
+
+
+@app.command()
+def calibrate(
+    run: Annotated[Path, typer.Argument(help="A run's folder, finished or not.")],
+    ess: Annotated[list[float], typer.Option(help="Effective sample sizes λ to try.")],
+    prior_precision: Annotated[list[float], typer.Option(help="Prior precisions to try.")],
+    examples: Annotated[int, typer.Option(min=1, help="Training images that no client holds.")] = 2000,
+    samples: Annotated[int, typer.Option(min=1, help="Weight samples.")] = 16,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file to write.")] = None,
+) -> None:
+    """Try other widths of a posterior, λ h + prior, on training images that no client holds."""
+    from fedivon_flwr.runs import write_json
+    from simulation.calibration import calibrate as scores_of
+    from simulation.report import SCORES, number
+
+    grid = [(each, prior) for each in ess for prior in prior_precision]
+    if bad := [value for pair in grid for value in pair if not 0 < value < float("inf")]:
+        raise UserError(f"The value {bad[0]:g} of --ess or --prior-precision must be positive.")
+    found = scores_of(run, grid, examples, samples)
+    table = Table("λ", "prior", *SCORES.values(), title=f"{found['method']} after round {found['round']}")
+    table.add_row("at the mean", "", *(number(found["mean"][key]) for key in SCORES))
+    for row in found["grid"]:
+        table.add_row(f"{row['ess']:g}", f"{row['prior_precision']:g}", *(number(row[key]) for key in SCORES))
+    out.print(table)
+    if output is not None:
+        write_json(output, found)
 
 
 @app.command()

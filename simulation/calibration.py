@@ -1,0 +1,71 @@
+"""How wide a posterior should be, judged on training images that no client holds: the test set stays out of it.
+
+The precision of a posterior is ``λ h + prior`` (FedIvon: ``prior = λ δ``; FedLaplace: ``h = Ω``). Training fixes ``h``
+and, for FedLaplace, neither λ nor the prior; both can be tried here on a finished run or on a checkpoint.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import clients
+from fedivon_flwr.data import batch_to_tensor, load
+from fedivon_flwr.errors import UserError
+from fedivon_flwr.metrics import score
+from fedivon_flwr.models import build
+from fedivon_flwr.posterior import DiagGaussian, Layout
+from fedivon_flwr.predict import predict_mc, predict_mean
+from fedivon_flwr.records import HESS, MEAN, flat, load_model
+from fedivon_flwr.runs import load_arrays, read_json
+from fedivon_flwr.settings import Settings
+
+BATCH = 250
+
+
+def held_out(settings: Settings, examples: int) -> np.ndarray:
+    """Rows of the training set that no client of a run has, drawn with a fixed seed."""
+    rows = np.concatenate(clients.split(settings.dataset, clients.partition_spec(settings)))
+    free = np.setdiff1d(np.arange(len(load(settings.dataset).train)), rows)
+    if len(free) < examples:
+        raise UserError(
+            f"Only {len(free)} training examples of '{settings.dataset}' are held by no client, fewer than the "
+            f"{examples} asked for; lower --examples, or give the clients fewer (max-examples)."
+        )
+    return np.sort(np.random.default_rng(0).choice(free, examples, replace=False))
+
+
+def calibrate(
+    folder: Path, grid: Sequence[tuple[float, float]], examples: int, samples: int, seed: int = 0
+) -> dict[str, Any]:
+    """Scores of a run on held-out training images: at the mean, and for every λ and prior precision of the grid."""
+    if (saved := read_json(folder / "settings.json")) is None:
+        raise UserError(f"The folder '{folder}' holds no run.")
+    settings = Settings.from_config(saved)
+    checkpoints = sorted((folder / "checkpoints").glob("round-*.safetensors"))
+    arrays, about = load_arrays(checkpoints[-1] if checkpoints else folder / "posterior.safetensors")
+    if not any(key.startswith(HESS) for key in arrays):
+        raise UserError(f"The run in '{folder}' has no posterior; its method is {settings.method}.")
+    dataset, rows = load(settings.dataset), held_out(settings, examples)
+    model = build(settings.model, dataset.shape, dataset.classes, settings.seed)
+    load_model(model, arrays)
+    parts = np.array_split(rows, max(1, len(rows) // BATCH))
+    batches = [batch_to_tensor(dataset.train.x[part], dataset, torch.device("cpu")) for part in parts]
+    labels = torch.from_numpy(np.asarray(dataset.train.y[rows], dtype=np.int64))
+    found = []
+    for ess, prior in grid:
+        posterior = DiagGaussian(flat(arrays, MEAN), ess * flat(arrays, HESS) + prior)
+        generator = torch.Generator().manual_seed(seed)
+        probs = predict_mc(model, Layout.of(model), posterior, batches, samples, generator)
+        found.append({"ess": ess, "prior_precision": prior, **score(probs, labels).as_dict()})
+    return {
+        "method": settings.method,
+        "dataset": settings.dataset,
+        "round": about.get("round", settings.rounds),
+        "examples": examples,
+        "samples": samples,
+        "mean": score(predict_mean(model, batches), labels).as_dict(),
+        "grid": found,
+    }
