@@ -69,6 +69,8 @@ class Results:
 
     def check(self) -> None:
         """Find out before anything is started what would fail later."""
+        if not self.is_free():
+            raise UserError(self._running())
         check_study(self.study)
         for job in self.open_jobs():
             check_job(job)
@@ -81,6 +83,8 @@ class Results:
 
     def is_free(self) -> bool:
         """Whether no process runs the study."""
+        if not self.folder.is_dir():
+            return True
         lock = FileLock(self.folder / ".lock")
         try:
             lock.acquire(timeout=0)
@@ -88,6 +92,9 @@ class Results:
             return False
         lock.release()
         return True
+
+    def _running(self) -> str:
+        return f"The study in '{self.folder}' is running already; wait for it, or stop it."
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -100,7 +107,7 @@ class Results:
         try:
             lock.acquire(timeout=LOCK_SECONDS)
         except Timeout:
-            raise UserError(f"The study in '{self.folder}' is running already; wait for it, or stop it.") from None
+            raise UserError(self._running()) from None
         try:
             yield
         finally:
@@ -115,9 +122,8 @@ def default_jobs() -> int:
 def detach(results: Results, console: Console) -> None:
     """Start the same command again, in a session of its own and at low priority, and see that it runs."""
     results.check()
-    with results.locked():
-        pass
-    log = results.folder / "study.log"
+    with results.locked():  # which makes the folder
+        log = results.folder / "study.log"
     arguments = [argument for argument in sys.argv[1:] if argument != "--background"]
     with log.open("ab") as file:
         process = subprocess.Popen(
