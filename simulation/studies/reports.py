@@ -150,7 +150,7 @@ class OodTable(Report):
             for total in (len(inside["labels"]), len(foreign.test))
         )
         trained = Trained.load(folder, settings.model if ":" in settings.model else None)
-        found: dict[str, Any] = {"dataset": foreign.name, "examples": count}
+        found: dict[str, Any] = {"dataset": study.unseen[job.preset], "examples": count}
         for at in ("mean", "mc"):
             if at in inside:
                 samples = settings.test_samples if at == "mc" else 0
@@ -161,7 +161,7 @@ class OodTable(Report):
 
     def is_current(self, saved: Run, job: Job, study: Study) -> bool:
         """The foreign dataset must be the same."""
-        return self.key in saved and saved[self.key]["dataset"] == load(study.unseen[job.preset]).name
+        return self.key in saved and saved[self.key]["dataset"] == study.unseen[job.preset]
 
     def write(self, study: Study, runs: Sequence[Run], folder: Path) -> list[str]:
         """The table of AUROCs."""
