@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from io import BytesIO
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -144,35 +145,53 @@ def convergence_figure(panels: Mapping[str, Sequence[Curve]]) -> Figure:
     return figure
 
 
-def scores_figure(metrics: Mapping[str, Sequence[Point]], title: str = "") -> Figure:
-    """A panel for each metric: the methods side by side in each group, with the spread; the paper's as rings."""
-    figure = Figure(figsize=(WIDTH, 3.1 * ((len(metrics) + 1) // 2) + 0.5), dpi=100, layout="constrained")
-    grid = figure.subplots((len(metrics) + 1) // 2, min(2, len(metrics)), squeeze=False)
-    for axes, (metric, points) in zip(grid.flat, metrics.items(), strict=False):
-        groups = list(dict.fromkeys(point.group for point in points))
-        methods = list(dict.fromkeys(point.method for point in points))
-        for point in points:
-            x = groups.index(point.group) + 0.16 * (methods.index(point.method) - (len(methods) - 1) / 2)
-            if point.paper is not None:
-                axes.plot(x, point.paper, "o", markersize=9, fillstyle="none", color=colour(point.method), alpha=0.6)
-            if point.value is not None:
-                axes.errorbar(
-                    x, point.value, point.spread, fmt="o", markersize=5, capsize=3, color=colour(point.method)
-                )
-        axes.set_xticks(range(len(groups)), groups, rotation=0 if len(groups) < 5 else 45)
-        axes.set_ylabel(metric)
-        axes.margins(x=0.1)
-        tidy(axes)
-    first = next(iter(metrics.values()))
-    names = dict.fromkeys((point.method, point.label) for point in first)
+def scores_figure(metrics: Mapping[str, Sequence[Point]], title: str = "", apart: bool = False) -> Figure:
+    """A panel for each metric: the methods side by side in each group, with the spread; the paper's as rings.
+
+    With `apart` each group (column) has panels of its own, for groups of which each needs its own scale.
+    """
+    groups = list(dict.fromkeys(point.group for points in metrics.values() for point in points))
+    columns = len(groups) if apart else min(2, len(metrics))
+    rows = len(metrics) if apart else (len(metrics) + 1) // 2
+    figure = Figure(figsize=(WIDTH, (1.7 if apart else 3.1) * rows + 0.8), dpi=100, layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False)
+    if apart:
+        for (row, (metric, points)), (column, group) in product(enumerate(metrics.items()), enumerate(groups)):
+            _draw(grid[row, column], [point for point in points if point.group == group])
+            grid[row, 0].set_ylabel(metric)
+            grid[0, column].set_title(group)
+            grid[row, column].set_xticks([])
+    else:
+        for axes, (metric, points) in zip(grid.flat, metrics.items(), strict=False):
+            _draw(axes, points)
+            axes.set_xticks(range(len(groups)), groups, rotation=0 if len(groups) < 5 else 45)
+            axes.set_ylabel(metric)
+    figure.align_ylabels()
+    every = [point for points in metrics.values() for point in points]
+    names = dict.fromkeys((point.method, point.label) for point in every)
     handles = [Line2D([], [], marker="o", linestyle="", color=colour(method), label=label) for method, label in names]
-    if any(point.paper is not None for point in first):
+    if any(point.paper is not None for point in every):
         ring = Line2D([], [], marker="o", markersize=9, fillstyle="none", linestyle="", color=TRAINING)
         ring.set_label("the paper")
         handles.append(ring)
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False)
     figure.suptitle(title)
     return figure
+
+
+def _draw(axes: Axes, points: Sequence[Point]) -> None:
+    """Points by group and, within it, by method."""
+    groups = list(dict.fromkeys(point.group for point in points))
+    methods = list(dict.fromkeys(point.method for point in points))
+    for point in points:
+        x = groups.index(point.group) + 0.16 * (methods.index(point.method) - (len(methods) - 1) / 2)
+        if point.paper is not None:
+            axes.plot(x, point.paper, "o", markersize=9, fillstyle="none", color=colour(point.method), alpha=0.6)
+        if point.value is not None:
+            dot: dict[str, Any] = {"fmt": "o", "markersize": 5, "capsize": 3, "color": colour(point.method)}
+            axes.errorbar(x, point.value, point.spread, **dot)
+    axes.margins(x=0.15, y=0.15)
+    tidy(axes)
 
 
 def reliability_figure(bins: Mapping[str, tuple[str, Reliability]], title: str) -> Figure:

@@ -94,7 +94,8 @@ def write_table(study: Study, table: Sequence[Cell], folder: Path, name: str = "
     if not any(cell.values for cell in table):
         return lines
     if not study.column:
-        return [*lines, both(scores_figure(points(table)), folder, name, f"{name} by dataset and method"), ""]
+        figure = scores_figure(points(table), apart=True)
+        return [*lines, both(figure, folder, name, f"{name} by dataset and method"), ""]
     for preset in study.presets:
         mine = [cell for cell in table if cell.preset == preset]
         if any(cell.values for cell in mine):
