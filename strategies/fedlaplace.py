@@ -21,8 +21,8 @@ class Options(fedavg.Options):
     """The keys ``fedlaplace.*`` of the run config: Adam's, and those of the Gaussian."""
 
     penalty: float = Field(1.0, ge=0, description="ζ, the strength of the server's Gaussian as prior in training")
-    ess: float = Field(1.0, gt=0, description="λ: the posterior's precision is λ Ω + prior-precision")
-    prior_precision: float = Field(5000.0, gt=0, description="precision of the posterior where Ω is 0")
+    ess: float = Field(100.0, gt=0, description="λ: the posterior's precision is λ Ω + prior-precision")
+    prior_precision: float = Field(1000.0, gt=0, description="precision of the posterior where Ω is 0")
 
 
 class FedLaplace(fedavg.FedAvg):
