@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedivon_flwr.errors import UserError
-from fedivon_flwr.runs import new_path, read_json, read_metrics, runs_folder
+from fedivon_flwr.runs import new_path, read_json, read_metrics, runs_folder, write_json
 from fedivon_flwr.settings import Settings
 
 app = typer.Typer(help="Bayesian federated learning: FedIvon on Flower.", no_args_is_help=True, add_completion=False)
@@ -248,7 +248,6 @@ def calibrate(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file to write.")] = None,
 ) -> None:
     """Try other widths of a posterior, λ h + prior, on training images that no client holds."""
-    from fedivon_flwr.runs import write_json
     from simulation.calibration import calibrate as scores_of
     from simulation.report import SCORES, number
 

@@ -5,6 +5,7 @@ and, for FedLaplace, neither λ nor the prior; both can be tried here on a finis
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,15 @@ import numpy as np
 import torch
 
 import clients
-from fedivon_flwr.data import batch_to_tensor, load
+from fedivon_flwr.data import load
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.metrics import score
 from fedivon_flwr.models import build
-from fedivon_flwr.posterior import DiagGaussian, Layout
-from fedivon_flwr.predict import predict_mc, predict_mean
+from fedivon_flwr.posterior import DiagGaussian
 from fedivon_flwr.records import HESS, MEAN, flat, load_model
 from fedivon_flwr.runs import load_arrays, read_json
 from fedivon_flwr.settings import Settings
-
-BATCH = 250
+from fedivon_flwr.trained import Trained
 
 
 def held_out(settings: Settings, examples: int) -> np.ndarray:
@@ -51,14 +50,12 @@ def calibrate(
     dataset, rows = load(settings.dataset), held_out(settings, examples)
     model = build(settings.model, dataset.shape, dataset.classes, settings.seed)
     load_model(model, arrays)
-    parts = np.array_split(rows, max(1, len(rows) // BATCH))
-    batches = [batch_to_tensor(dataset.train.x[part], dataset, torch.device("cpu")) for part in parts]
-    labels = torch.from_numpy(np.asarray(dataset.train.y[rows], dtype=np.int64))
+    at_mean = Trained(model, None, dataset.shape, dataset.classes, dataset.mean, dataset.std)
+    x, labels = dataset.train.x[rows], torch.from_numpy(np.asarray(dataset.train.y[rows], dtype=np.int64))
     found = []
     for ess, prior in grid:
         posterior = DiagGaussian(flat(arrays, MEAN), ess * flat(arrays, HESS) + prior)
-        generator = torch.Generator().manual_seed(seed)
-        probs = predict_mc(model, Layout.of(model), posterior, batches, samples, generator)
+        probs = replace(at_mean, posterior=posterior).predict(x, samples, seed)
         found.append({"ess": ess, "prior_precision": prior, **score(probs, labels).as_dict()})
     return {
         "method": settings.method,
@@ -66,6 +63,6 @@ def calibrate(
         "round": about.get("round", settings.rounds),
         "examples": examples,
         "samples": samples,
-        "mean": score(predict_mean(model, batches), labels).as_dict(),
+        "mean": score(at_mean.predict(x, 0), labels).as_dict(),
         "grid": found,
     }

@@ -16,6 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from fedivon_flwr.metrics import Reliability
 from fedivon_flwr.runs import write_bytes
+from simulation.report import AT_MEAN
 
 COLOURS = {  # Okabe and Ito's palette, safe for the colour-blind; the same method has the same colour everywhere
     "fedavg": "#0072b2",
@@ -56,7 +57,7 @@ def colour(method: str) -> str:
     >>> colour("fedivon"), colour("fedavg@mean") == colour("fedavg")
     ('#d55e00', True)
     """
-    return COLOURS.get(method) or COLOURS.get(method.removesuffix("@mean"), OTHER)
+    return COLOURS.get(method) or COLOURS.get(method.removesuffix(AT_MEAN), OTHER)
 
 
 def shades(count: int) -> list[str]:
@@ -109,7 +110,7 @@ def curves_figure(rows: Sequence[Mapping[str, Any]], title: str, method: str) ->
         scored = [(row["round"], row[at]) for row in rows if at in row]
         if scored:
             rounds = [number for number, _ in scored]
-            shade = colour(f"{method}@mean" if at == "mean" and sampled else method)
+            shade = colour(method + AT_MEAN if at == "mean" and sampled else method)
             # None, which stands for NaN, becomes NaN again
             nll, right = (np.array([s[key] for _, s in scored], dtype=float) for key in ("nll", "accuracy"))
             loss.plot(rounds, nll, color=shade, label=label)

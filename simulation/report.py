@@ -20,14 +20,25 @@ if TYPE_CHECKING:
 
 SCORES = {"accuracy": "accuracy ↑", "ece": "ECE ↓", "nll": "NLL ↓", "brier": "Brier ↓"}
 LABELS = {"fedavg": "FedAvg", "fedlaplace": "FedLaplace", "fedivon": "FedIvon"}
+AT_MEAN = "@mean"  # a method's row without Monte Carlo
+
+
+def label(row: str) -> str:
+    """A row's name for people.
+
+    >>> label("fedivon@mean"), label("mine")
+    ('FedIvon@mean', 'mine')
+    """
+    method = row.removesuffix(AT_MEAN)
+    return LABELS.get(method, method) + row.removeprefix(method)
 
 
 def rows_of(summary: Mapping[str, Any]) -> list[tuple[str, dict[str, float]]]:
     """The lines that a run has in a table: at the mean, and by Monte Carlo where there is a posterior."""
-    name, found = LABELS.get(summary["method"], summary["method"]), summary["metrics"]
+    name, found = label(summary["method"]), summary["metrics"]
     if "mc" not in found:
         return [(name, found["mean"])] if "mean" in found else []
-    return [(f"{name}@mean", found["mean"]), (f"{name} ({found['mc']['samples']} samples)", found["mc"])]
+    return [(name + AT_MEAN, found["mean"]), (f"{name} ({found['mc']['samples']} samples)", found["mc"])]
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -50,8 +61,8 @@ def write_report(
     """Write report.md, curves.png and (with predictions) reliability.png."""
     from simulation.plots import curves_figure, reliability_figure, save_figure
 
-    title = f"{LABELS.get(summary['method'], summary['method'])} on {summary['dataset']}, seed {summary['seed']}"
     method = summary["method"]
+    title = f"{label(method)} on {summary['dataset']}, seed {summary['seed']}"
     save_figure(curves_figure(rows, title, method), folder / "curves.png")
     text = [
         f"# {title}",
@@ -60,7 +71,7 @@ def write_report(
         "",
     ]
     if predictions is not None:
-        at = {f"{method}@mean": ("at the mean", predictions.mean)}
+        at = {method + AT_MEAN: ("at the mean", predictions.mean)}
         if predictions.mc is not None:
             at[method] = (f"Monte Carlo, {predictions.samples} samples", predictions.mc)
         bins = {row: (name, reliability(probs, predictions.labels)) for row, (name, probs) in at.items()}

@@ -30,7 +30,7 @@ def build(settings: Settings) -> FederatedStrategy:
         evaluate_clients=settings.clients_per_round,
         seed=settings.seed,
     )
-    return kind(options, rounds)  # type: ignore[call-arg,arg-type]
+    return kind(options, rounds)
 
 
 def complete(settings: Settings) -> Settings:

@@ -114,7 +114,8 @@ class FederatedStrategy(Strategy):
     options_type: ClassVar[type[MethodOptions]]
     options: MethodOptions
 
-    def __init__(self, rounds: RoundSettings | None = None) -> None:
+    def __init__(self, options: MethodOptions | None = None, rounds: RoundSettings | None = None) -> None:
+        self.options = options or self.options_type()
         self.rounds = rounds or RoundSettings()
         self.num_rounds = 1
         self.roster = Roster()

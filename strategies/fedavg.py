@@ -7,7 +7,7 @@ from pydantic import Field
 
 from fedivon_flwr.records import NDArrays
 from fedivon_flwr.settings import MethodOptions
-from strategies.base import FederatedStrategy, Reply, RoundSettings, average, linear_decay
+from strategies.base import FederatedStrategy, Reply, average, linear_decay
 
 
 class Options(MethodOptions):
@@ -27,14 +27,11 @@ class FedAvg(FederatedStrategy):
     options_type: ClassVar[type[MethodOptions]] = Options
     options: Options
 
-    def __init__(self, options: Options | None = None, rounds: RoundSettings | None = None) -> None:
-        super().__init__(rounds)
-        self.options = options or Options()
-
     def train_config(self, server_round: int) -> dict[str, Any]:
         """Adam's settings; the learning rate decays linearly over the rounds."""
+        told = self.options.model_dump(by_alias=True, exclude={"lr_final"})
         lr = linear_decay(self.options.lr, self.options.lr_final, server_round, self.num_rounds)
-        return {"lr": lr, "weight-decay": self.options.weight_decay, "fused": self.options.fused}
+        return {**told, "lr": lr}
 
     def combine(self, replies: Sequence[Reply], sent: NDArrays) -> NDArrays:
         """``Σ N_k θ_k / Σ N``."""

@@ -56,8 +56,7 @@ class FedIvon(FederatedStrategy):
     options: Options
 
     def __init__(self, options: Options | None = None, rounds: RoundSettings | None = None) -> None:
-        super().__init__(rounds)
-        self.options = options or Options()
+        super().__init__(options, rounds)
         # λ of the server's posterior; with "local" it is known after the first round, and 0 until then.
         self.ess = self.options.ess if isinstance(self.options.ess, float) else 0.0
 

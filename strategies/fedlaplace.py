@@ -4,7 +4,7 @@ Liu et al. (2021), A Bayesian Federated Learning Framework with Online Laplace A
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -14,7 +14,7 @@ from fedivon_flwr.posterior import DiagGaussian
 from fedivon_flwr.records import HESS, MEAN, NDArrays, flat, model_arrays, tensor
 from fedivon_flwr.settings import MethodOptions
 from strategies import fedavg
-from strategies.base import Reply, RoundSettings, average, weights
+from strategies.base import Reply, average, weights
 
 
 class Options(fedavg.Options):
@@ -31,17 +31,9 @@ class FedLaplace(fedavg.FedAvg):
     options_type: ClassVar[type[MethodOptions]] = Options
     options: Options
 
-    def __init__(self, options: Options | None = None, rounds: RoundSettings | None = None) -> None:
-        super().__init__(options or Options(), rounds)
-
     def model_arrays(self, model: nn.Module) -> NDArrays:
         """The model's weights, and ``Ω = 0``: no prior in the first round."""
         return model_arrays(model, 0.0)
-
-    def train_config(self, server_round: int) -> dict[str, Any]:
-        """Adam's settings, the prior's strength, and what turns Ω into a precision."""
-        told = {"penalty": self.options.penalty, "ess": self.options.ess}
-        return super().train_config(server_round) | told | {"prior-precision": self.options.prior_precision}
 
     def refuse(self, arrays: NDArrays) -> str | None:
         """Squared gradients are not negative."""
@@ -52,14 +44,14 @@ class FedLaplace(fedavg.FedAvg):
 
     def combine(self, replies: Sequence[Reply], sent: NDArrays) -> NDArrays:
         """``Ω = Σ w Ω_k`` and ``μ = Σ w Ω_k θ_k / Ω``; the plain mean where Ω is 0; buffers are averaged."""
-        combined = average(replies, list(sent))
+        combined, share = average(replies, list(sent)), weights(replies)
         for key in sent:
             if key.startswith(MEAN):
                 twin = HESS + key.removeprefix(MEAN)
                 # float64: products of small squared gradients would leave the range of float32
                 total = torch.zeros(sent[key].shape, dtype=torch.float64)
                 pulled = torch.zeros_like(total)
-                for weight, reply in zip(weights(replies), replies, strict=True):
+                for weight, reply in zip(share, replies, strict=True):
                     omega = tensor(reply.arrays[twin]).double()
                     total.add_(omega, alpha=weight)
                     pulled.addcmul_(omega, tensor(reply.arrays[key]).double(), value=weight)

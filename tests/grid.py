@@ -16,6 +16,16 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedivon_flwr.client_app import app as fedivon_app
 
+SMALL: dict[str, Any] = {  # settings of a run of a second
+    "clients": 6,
+    "clients-per-round": 3,
+    "rounds": 4,
+    "evaluate-every": 2,
+    "eval-samples": 2,
+    "test-samples": 3,
+    "local-epochs": 1,
+    "partitioner": "iid",
+}
 Tamper = Callable[[Message, int], Iterable[Message]]  # what arrives instead of the reply of a partition
 
 

@@ -14,17 +14,28 @@ PRESETS = Path(__file__).parent
 
 def preset_config(name: str) -> dict[str, Any]:
     """A preset by name, or a settings file by path."""
+    return read_toml(named_toml("preset", name, PRESETS))
+
+
+def named_toml(kind: str, name: str, folder: Path) -> Path:
+    """A file of the project's by name, or the user's own by path."""
     if name.endswith(".toml"):
-        return read_toml(Path(name))
-    known = sorted(path.stem for path in PRESETS.glob("*.toml"))
+        return Path(name)
+    known = sorted(path.stem for path in folder.glob("*.toml"))
     if name not in known:
-        raise UserError(unknown("preset", name, known).removesuffix(".") + ", or give the path of a .toml file.")
-    return read_toml(PRESETS / f"{name}.toml")
+        raise UserError(unknown(kind, name, known).removesuffix(".") + ", or give the path of a .toml file.")
+    return folder / f"{name}.toml"
+
+
+def own_file(value: Any) -> Any:
+    """The absolute path where a value names a file of the user's, the value itself otherwise."""
+    own = isinstance(value, str) and value.endswith((".toml", ".npz"))
+    return str(Path(value).expanduser().resolve()) if own else value
 
 
 def settings_of(config: Mapping[str, Any]) -> Settings:
     """Settings with every option of their method; the path of an own data file is made absolute."""
     given = dict(config)
-    if str(given.get("dataset", "")).endswith(".npz"):
-        given["dataset"] = str(Path(given["dataset"]).expanduser().resolve())
+    if "dataset" in given:
+        given["dataset"] = own_file(given["dataset"])
     return strategies.complete(Settings.from_config(given))

@@ -5,11 +5,9 @@ may take long); `write` makes files and Markdown of what was collected for all r
 `REPORTS`.
 """
 
-import csv
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from io import StringIO
 from pathlib import Path
 from statistics import mean
 from typing import Any, ClassVar
@@ -35,15 +33,15 @@ from simulation.plots import (
     scores_figure,
     shades,
 )
-from simulation.report import SCORES, who_has_what
-from simulation.studies.spec import AT_MEAN, Job, Study, known_studies, load_study, same_run
+from simulation.report import AT_MEAN, SCORES, label, who_has_what
+from simulation.studies.spec import Job, Study, known_studies, load_study, same_run
 from simulation.studies.tables import (
     METRICS,
     Cell,
     Run,
     cells,
+    csv_bytes,
     explanation,
-    label,
     names_of,
     scores_at,
     table_csv,
@@ -261,20 +259,17 @@ def nan_if_none(value: float | None) -> float:
 
 def curves_csv(study: Study, runs: Sequence[Run]) -> bytes:
     """All curves in long form."""
-    text = StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    varied = [study.column] if study.column else []
-    writer.writerow(["dataset", "method", *varied, "seed", "round", "nll", "accuracy"])
-    names = names_of(study)
+    varied, names = [study.column] if study.column else [], names_of(study)
+    rows: list[list[object]] = [["dataset", "method", *varied, "seed", "round", "nll", "accuracy"]]
     for run in runs:
         for method in study.methods:
             if run["method"] == method.removesuffix(AT_MEAN):
+                where = [names[run["preset"]], method, *([run["variant"]] if varied else []), run["seed"]]
                 for server_round, scores in curve_of(run, method):
-                    both = (scores["nll"], 1.0), (scores["accuracy"], 100.0)
-                    numbers = ["" if value is None else f"{unit * value:.6g}" for value, unit in both]
-                    where = [names[run["preset"]], method, *([run["variant"]] if varied else []), run["seed"]]
-                    writer.writerow([*where, server_round, *numbers])
-    return text.getvalue().encode()
+                    found = (scores["nll"], 1.0), (scores["accuracy"], 100.0)
+                    numbers = ["" if value is None else f"{unit * value:.6g}" for value, unit in found]
+                    rows.append([*where, server_round, *numbers])
+    return csv_bytes(rows)
 
 
 class ReliabilityDiagrams(Report):
@@ -326,17 +321,15 @@ class Partitions(Report):
 
     def write(self, study: Study, runs: Sequence[Run], folder: Path) -> list[str]:  # noqa: ARG002
         """partitions.csv, and a figure for every dataset."""
-        text = StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["dataset", "client", "class", "examples"])
+        rows: list[list[object]] = [["dataset", "client", "class", "examples"]]
         lines: list[str] = []
         for preset in study.presets:
             settings, stem = study.settings_of(preset), Path(preset).stem
             counts, figure = who_has_what(settings)
             for client, number in zip(*np.nonzero(counts), strict=True):
-                writer.writerow([Path(settings.dataset).stem, client, number, counts[client, number]])
+                rows.append([Path(settings.dataset).stem, client, number, counts[client, number]])
             lines += [both(figure, folder, f"partition-{stem}", f"who has which class, {stem}"), ""]
-        write_bytes(folder / "partitions.csv", text.getvalue().encode())
+        write_bytes(folder / "partitions.csv", csv_bytes(rows))
         return lines
 
 

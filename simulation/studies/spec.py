@@ -30,13 +30,12 @@ import tomli_w
 from pydantic import Field, model_validator
 
 from fedivon_flwr.errors import UserError
-from fedivon_flwr.registry import unknown
 from fedivon_flwr.runs import read_json, runs_folder
 from fedivon_flwr.settings import FlatModel, Settings, flatten, read_tables, validated
-from simulation.presets import preset_config, settings_of
+from simulation.presets import named_toml, own_file, preset_config, settings_of
+from simulation.report import AT_MEAN
 
 STUDIES = Path(__file__).parent
-AT_MEAN = "@mean"
 OWN = ("seed", "method", "run-dir")  # settings that a study sets itself
 
 
@@ -112,13 +111,8 @@ def known_studies() -> list[str]:
 
 def load_study(name: str, quick: bool = False, changes: Mapping[str, Any] | None = None) -> Study:
     """A study by name, or a description by path; `changes` are settings of the command line."""
-    if name.endswith(".toml"):
-        data = {"name": Path(name).stem, **read_tables(Path(name))}
-    elif name in known_studies():
-        data = {"name": name, **read_tables(STUDIES / f"{name}.toml")}
-    else:
-        known = unknown("study", name, known_studies()).removesuffix(".")
-        raise UserError(f"{known}, or give the path of a .toml file.")
+    path = named_toml("study", name, STUDIES)
+    data = {"name": path.stem, **read_tables(path)}
     settings, short = flat_table(data, "settings"), flat_table(data, "quick", flat=False)
     if quick:
         if not short:
@@ -144,20 +138,16 @@ def flat_table(data: dict[str, Any], key: str, flat: bool = True) -> dict[str, A
 def with_absolute_paths(data: dict[str, Any]) -> dict[str, Any]:
     """A description with flat variants, and with the user's own files named so that they are found from anywhere."""
 
-    def found(value: Any) -> Any:
-        own = isinstance(value, str) and value.endswith((".toml", ".npz"))
-        return str(Path(value).expanduser().resolve()) if own else value
-
     def keys(table: Any, values: bool = False) -> Any:
         if not isinstance(table, Mapping):
             return table
-        return {found(key): found(value) if values else value for key, value in table.items()}
+        return {own_file(key): own_file(value) if values else value for key, value in table.items()}
 
     data = {**data, "settings": keys(data["settings"], values=True)}
     for key in {"seeds", "paper", "unseen"} & data.keys():
         data[key] = keys(data[key], values=key == "unseen")
     if isinstance(data.get("presets"), list):
-        data["presets"] = [found(preset) for preset in data["presets"]]
+        data["presets"] = [own_file(preset) for preset in data["presets"]]
     if isinstance(data.get("variants"), list):
         data["variants"] = [
             {**variant, "settings": keys(flat_table(dict(variant), "settings"), values=True)}

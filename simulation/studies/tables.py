@@ -1,15 +1,15 @@
 """A study's scores over seeds, beside the paper's: in long form, and for people."""
 
 import csv
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from simulation.report import LABELS, SCORES
-from simulation.studies.spec import AT_MEAN, Study
+from simulation.report import AT_MEAN, SCORES, label
+from simulation.studies.spec import Study
 
 UNITS = {"accuracy": 100.0}  # the paper gives accuracy in per cent
 DIGITS = {"accuracy": 2}  # decimals; 4 otherwise
@@ -85,18 +85,23 @@ def names_of(study: Study) -> dict[str, str]:
     }
 
 
+def csv_bytes(rows: Iterable[Sequence[object]]) -> bytes:
+    """A CSV file."""
+    text = StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue().encode()
+
+
 def table_csv(study: Study, table: Sequence[Cell]) -> bytes:
     """The table in long form; accuracy in per cent, as in the paper."""
-    text = StringIO()
-    writer = csv.writer(text, lineterminator="\n")
     varied = [study.column] if study.column else []
-    writer.writerow(["dataset", "method", *varied, "metric", "mean", "std", "seeds", "paper"])
+    rows: list[list[object]] = [["dataset", "method", *varied, "metric", "mean", "std", "seeds", "paper"]]
     for cell in table:
         numbers = ["" if value is None else f"{value:.6g}" for value in (cell.mean, cell.std)]
         paper = "" if cell.paper is None else f"{cell.paper:g}"
-        label = [cell.variant] if study.column else []
-        writer.writerow([cell.dataset, cell.method, *label, cell.metric, *numbers, len(cell.values), paper])
-    return text.getvalue().encode()
+        value = [cell.variant] if study.column else []
+        rows.append([cell.dataset, cell.method, *value, cell.metric, *numbers, len(cell.values), paper])
+    return csv_bytes(rows)
 
 
 def table_markdown(study: Study, table: Sequence[Cell]) -> list[str]:
@@ -109,12 +114,6 @@ def table_markdown(study: Study, table: Sequence[Cell]) -> list[str]:
         names = [row[0].dataset, *([row[0].variant] if study.column else []), label(row[0].method)]
         lines.append("| " + " | ".join([*names, *(cell.text() for cell in row)]) + " |")
     return lines
-
-
-def label(method: str) -> str:
-    """A row's name for people: ``FedIvon@mean``."""
-    name = method.removesuffix(AT_MEAN)
-    return LABELS.get(name, name) + method.removeprefix(name)
 
 
 def explanation(table: Sequence[Cell]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from grid import LocalGrid
+from grid import SMALL, LocalGrid
 
 import strategies
 from fedivon_flwr.cli import make_settings
@@ -21,17 +21,6 @@ from simulation import federation
 from simulation.federation import run
 from simulation.presets import PRESETS
 from strategies.base import draw
-
-SMALL: dict[str, Any] = {
-    "clients": 6,
-    "clients-per-round": 3,
-    "rounds": 4,
-    "evaluate-every": 2,
-    "eval-samples": 2,
-    "test-samples": 3,
-    "local-epochs": 1,
-    "partitioner": "iid",
-}
 
 
 def settings(path: Path, **changes: Any) -> Settings:

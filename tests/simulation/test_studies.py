@@ -19,7 +19,7 @@ import tomli_w
 import torch
 from command import Command, assert_refused
 from flwr.app import ConfigRecord
-from grid import LocalGrid
+from grid import SMALL, LocalGrid
 
 import clients
 import strategies
@@ -36,22 +36,12 @@ from simulation.studies.runner import Results, next_job, time_left
 from simulation.studies.spec import Job, Study, jobs, known_studies, load_study, run_folder
 from simulation.studies.tables import Cell, cells, scores_at, table_csv, table_markdown
 
-TINY: dict[str, Any] = {
-    "clients": 6,
-    "clients-per-round": 3,
-    "rounds": 4,
-    "evaluate-every": 2,
-    "eval-samples": 2,
-    "test-samples": 3,
-    "local-epochs": 1,
-    "partitioner": "iid",
-}
 DESCRIBED: dict[str, Any] = {
     "title": "A small study",
     "reports": ["scores", "curves", "reliability"],
     "presets": ["digits"],
     "methods": ["fedavg", "fedivon@mean", "fedivon"],
-    "settings": TINY,
+    "settings": SMALL,
     "paper": {"digits": {"fedivon": {"accuracy": 62.5, "ece": 0.03}}},
 }
 
@@ -295,7 +285,7 @@ class Fake(RunState):
 
 
 def test_the_time_left(tmp_path: Path) -> None:
-    listed = jobs(study_of(tmp_path, settings=TINY | {"rounds": 100}))
+    listed = jobs(study_of(tmp_path, settings=SMALL | {"rounds": 100}))
 
     def left(*done: int, slots: int = 1) -> float | None:
         states: dict[Job, RunState] = {job: Fake.after(job.settings, d) for job, d in zip(listed, done, strict=True)}
@@ -362,8 +352,8 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a variant's key": ({"column": "x", "variants": [{"label": "a", "nope": 1}]}, ("'variants.0.nope'",)),
     "no label": ({"column": "x", "variants": [{"settings": {}}]}, ("'variants.0.label' is missing",)),
     "no title": ({"title": None}, ("'title' is missing",)),
-    "no scores": ({"settings": TINY | {"evaluation": "none"}}, ("'evaluation'", "'server'")),
-    "a seed among the settings": ({"settings": TINY | {"seed": 3}}, ("'seed'", "keys of the study")),
+    "no scores": ({"settings": SMALL | {"evaluation": "none"}}, ("'evaluation'", "'server'")),
+    "a seed among the settings": ({"settings": SMALL | {"seed": 3}}, ("'seed'", "keys of the study")),
     "a seed twice": ({"seeds": [0, 0]}, ("seeds of digits", "differ")),
     "a label twice": ({"column": "x", "variants": [{"label": "a"}, {"label": "a"}]}, ("labels", "differ")),
     "labels alike": ({"column": "x", "variants": [{"label": "a b"}, {"label": "a-b"}]}, ("digits-fedavg-a-b-seed0",)),
@@ -443,7 +433,7 @@ def outcome(folder: Path) -> Mapping[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_killed_study_repeats_nothing_and_loses_nothing(tmp_path: Path) -> None:
-    study = described(tmp_path / "small.toml", settings=TINY | {"rounds": 30, "checkpoint-every": 4})
+    study = described(tmp_path / "small.toml", settings=SMALL | {"rounds": 30, "checkpoint-every": 4})
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for folder in (whole, broken):
         folder.mkdir()
@@ -523,7 +513,7 @@ def test_a_study_in_the_background(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
-    settings = TINY | {"fedivon.lr": 1e30, "fedivon.lr-final": 1e30}
+    settings = SMALL | {"fedivon.lr": 1e30, "fedivon.lr-final": 1e30}
     process = program(described(tmp_path / "small.toml", settings=settings), tmp_path)
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 2
@@ -585,7 +575,7 @@ def test_two_tables_of_one_study_are_two_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["fedlaplace", "fedivon"])
 def test_all_methods_ask_the_same_clients_for_the_same_batches(method: str) -> None:
     def asked(name: str) -> list[tuple[int, int]]:
-        chosen = settings_of({**TINY, "method": name, "seed": 5})
+        chosen = settings_of({**SMALL, "method": name, "seed": 5})
         grid, strategy = LocalGrid(chosen.to_config(), chosen.clients), strategies.build(chosen)
         arrays = strategy.model_arrays(build("mlp", (1, 8, 8), 10, 0))
         strategy.start(grid, to_record(arrays), num_rounds=3, train_config=ConfigRecord({"batch-size": 32}))
@@ -594,7 +584,7 @@ def test_all_methods_ask_the_same_clients_for_the_same_batches(method: str) -> N
     assert asked(method) == asked("fedavg")
     work = Work(server_round=2, seed=5, local_epochs=2)
     ours, theirs = (
-        clients.build(settings_of({**TINY, "method": name}), {"partition-id": 3, "num-partitions": 6}).epochs(work)
+        clients.build(settings_of({**SMALL, "method": name}), {"partition-id": 3, "num-partitions": 6}).epochs(work)
         for name in (method, "fedavg")
     )
     for (x, y), (other_x, other_y) in zip(ours, theirs, strict=True):
