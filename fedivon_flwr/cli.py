@@ -261,7 +261,10 @@ def calibrate(
         table.add_row(f"{row['ess']:g}", f"{row['prior_precision']:g}", *(number(row[key]) for key in SCORES))
     out.print(table)
     if output is not None:
-        write_json(output, found)
+        try:
+            write_json(output, found)
+        except OSError as error:
+            raise UserError(f"The file '{output}' cannot be written ({error.strerror}).") from None
 
 
 @app.command()

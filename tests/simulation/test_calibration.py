@@ -56,3 +56,10 @@ def test_bad_input_is_one_sentence(fedivon: Command, folder: Path, tmp_path: Pat
     assert_refused(fedivon("calibrate", tmp_path / "nope", *grid), "holds no run")
     assert_refused(fedivon("calibrate", folder, "--ess", 0, "--prior-precision", 1), "0", "must be positive")
     assert_refused(fedivon("calibrate", folder, *grid, "--examples", 1400), "1400", "--examples")
+
+
+def test_a_file_that_cannot_be_written_is_said(fedivon: Command, folder: Path, tmp_path: Path) -> None:
+    words = ("--ess", 1, "--prior-precision", 100, "--examples", 20, "--samples", 1)
+    ended = fedivon("calibrate", folder, *words, "-o", tmp_path / "nope" / "found.json")
+    assert ended.code == 2
+    assert "cannot be written" in ended.err
