@@ -93,12 +93,11 @@ class TorchClient(NumPyClient):
     batches and noise.
     """
 
-    has_hess: ClassVar[bool] = False
-    first_hess: ClassVar[float] = 1.0
+    first_hess: ClassVar[float | None] = None  # None: the method has no Hessian
 
     def __init__(self, model: nn.Module, data: LocalData, device: torch.device | str = "cpu", client: int = 0) -> None:
         self.model, self.data, self.device, self.client = model, data, torch.device(device), client
-        self.keys = wire_keys(model, self.has_hess)
+        self.keys = wire_keys(model, self.first_hess is not None)
 
     @abstractmethod
     def train(self, arrays: NDArrays, config: Mapping[str, Any], work: Work) -> tuple[NDArrays, float]:
@@ -110,7 +109,7 @@ class TorchClient(NumPyClient):
 
     def get_parameters(self, config: dict[str, Any]) -> list[NDArray[Any]]:  # noqa: ARG002
         """The model as it is, with the first Hessian where the method has one."""
-        return list(model_arrays(self.model, self.first_hess if self.has_hess else None).values())
+        return list(model_arrays(self.model, self.first_hess).values())
 
     def fit(
         self, parameters: list[NDArray[Any]], config: dict[str, Any]

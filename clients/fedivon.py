@@ -28,7 +28,7 @@ def ivon_settings(config: Mapping[str, Any], examples: int) -> IvonSettings:
 class FedIvonClient(TorchClient):
     """Sends back mean and Hessian; the prior is zero-mean, or the server's posterior."""
 
-    has_hess = True
+    first_hess = 1.0
 
     def train(self, arrays: NDArrays, config: Mapping[str, Any], work: Work) -> tuple[NDArrays, float]:
         """IVON on the node's data."""

@@ -26,7 +26,6 @@ class LaplacePlan(Plan):
 class FedLaplaceClient(FedAvgClient):
     """Sends back its weights and, as ``hess/*``, the diagonal Fisher information ``Ω`` that it has added to."""
 
-    has_hess = True
     first_hess = 0.0
 
     def train(self, arrays: NDArrays, config: Mapping[str, Any], work: Work) -> tuple[NDArrays, float]:
