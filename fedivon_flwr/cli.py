@@ -242,7 +242,7 @@ def data_show(
 def calibrate(
     run: Annotated[Path, typer.Argument(help="A run's folder, finished or not.")],
     ess: Annotated[list[float], typer.Option(help="Effective sample sizes λ to try.")],
-    prior_precision: Annotated[list[float], typer.Option(help="Prior precisions to try.")],
+    prior_precision: Annotated[list[float] | None, typer.Option(help="Prior precisions; else the run's.")] = None,
     examples: Annotated[int, typer.Option(min=1, help="Training images that no client holds.")] = 2000,
     samples: Annotated[int, typer.Option(min=1, help="Weight samples.")] = 16,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file to write.")] = None,
@@ -251,10 +251,10 @@ def calibrate(
     from simulation.calibration import calibrate as scores_of
     from simulation.report import SCORES, number
 
-    grid = [(each, prior) for each in ess for prior in prior_precision]
-    if bad := [value for pair in grid for value in pair if not 0 < value < float("inf")]:
+    priors = prior_precision or []
+    if bad := [value for value in (*ess, *priors) if not 0 < value < float("inf")]:
         raise UserError(f"The value {bad[0]:g} of --ess or --prior-precision must be positive.")
-    found = scores_of(run, grid, examples, samples)
+    found = scores_of(run, ess, priors, examples, samples)
     table = Table("λ", "prior", *SCORES.values(), title=f"{found['method']} after round {found['round']}")
     table.add_row("at the mean", "", *(number(found["mean"][key]) for key in SCORES))
     for row in found["grid"]:

@@ -54,7 +54,7 @@ class Trained:
         posterior = None
         if any(key.startswith(HESS) for key in arrays):
             vectors = flat(arrays, MEAN), flat(arrays, HESS)
-            posterior = DiagGaussian.from_hess(*vectors, about["ess"], about["weight_decay"])
+            posterior = DiagGaussian.from_hess(*vectors, about.get("test_ess", about["ess"]), about["weight_decay"])
         return cls(model, posterior, shape, about["classes"], tuple(about["mean"]), tuple(about["std"]))
 
     def predict(self, x: NDArray[np.generic], samples: int, seed: int = 0) -> Tensor:

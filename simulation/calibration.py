@@ -1,7 +1,8 @@
 """How wide a posterior should be, judged on training images that no client holds: the test set stays out of it.
 
-The precision of a posterior is ``λ h + prior`` (FedIvon: ``prior = λ δ``; FedLaplace: ``h = Ω``). Training fixes ``h``
-and, for FedLaplace, neither λ nor the prior; both can be tried here on a finished run or on a checkpoint.
+The precision of a posterior is ``λ h + prior`` (FedIvon: ``prior = λ δ``; FedLaplace: ``h = Ω``). Training needs λ for
+FedIvon only, and may then use another one than prediction (`test-ess`); FedLaplace needs neither λ nor the prior before
+it predicts. Both can be tried here on a finished run or on a checkpoint.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 import clients
+import strategies
 from fedivon_flwr.data import load
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.metrics import score
@@ -37,9 +39,12 @@ def held_out(settings: Settings, examples: int) -> np.ndarray:
 
 
 def calibrate(
-    folder: Path, grid: Sequence[tuple[float, float]], examples: int, samples: int, seed: int = 0
+    folder: Path, ess: Sequence[float], priors: Sequence[float], examples: int, samples: int, seed: int = 0
 ) -> dict[str, Any]:
-    """Scores of a run on held-out training images: at the mean, and for every λ and prior precision of the grid."""
+    """Scores of a run on held-out training images: at the mean, and for every λ and every prior precision.
+
+    Without prior precisions the prior is the one of the run, ``λ δ``.
+    """
     if (saved := read_json(folder / "settings.json")) is None:
         raise UserError(f"The folder '{folder}' holds no run.")
     settings = Settings.from_config(saved)
@@ -52,11 +57,12 @@ def calibrate(
     load_model(model, arrays)
     at_mean = Trained(model, None, dataset.shape, dataset.classes, dataset.mean, dataset.std)
     x, labels = dataset.train.x[rows], torch.from_numpy(np.asarray(dataset.train.y[rows], dtype=np.int64))
-    found = []
-    for ess, prior in grid:
-        posterior = DiagGaussian(flat(arrays, MEAN), ess * flat(arrays, HESS) + prior)
-        probs = replace(at_mean, posterior=posterior).predict(x, samples, seed)
-        found.append({"ess": ess, "prior_precision": prior, **score(probs, labels).as_dict()})
+    decay, found = strategies.build(settings).scale()["weight_decay"], []
+    for size in ess:
+        for prior in priors or [size * decay]:
+            posterior = DiagGaussian(flat(arrays, MEAN), size * flat(arrays, HESS) + prior)
+            probs = replace(at_mean, posterior=posterior).predict(x, samples, seed)
+            found.append({"ess": size, "prior_precision": prior, **score(probs, labels).as_dict()})
     return {
         "method": settings.method,
         "dataset": settings.dataset,

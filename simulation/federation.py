@@ -168,7 +168,7 @@ def finish(
 ) -> None:
     """The final evaluation, the posterior, the report and, last, the summary that says that all is there."""
     began, named = time.perf_counter(), from_record(arrays)
-    posterior, dataset = strategy.posterior(named), evaluator.dataset
+    posterior, dataset = strategy.predictive(named), evaluator.dataset
     described = {
         "method": settings.method,
         "model": settings.model,

@@ -151,6 +151,10 @@ class FederatedStrategy(Strategy):
         """The Gaussian over the weights that the server's arrays stand for, if the method has one."""
         return None
 
+    def predictive(self, arrays: NDArrays) -> DiagGaussian | None:
+        """The Gaussian that predicts once training has ended: the posterior, unless a method changes its width."""
+        return self.posterior(arrays)
+
     def scale(self) -> dict[str, float]:
         """What turns the arrays into a posterior besides themselves (λ and δ); kept with the outcome."""
         return {}

@@ -31,6 +31,7 @@ class Options(MethodOptions):
     ess: Annotated[float, Field(gt=0)] | Literal["local"] = Field(
         5000.0, description='effective sample size λ; "local" is the number of the client\'s examples'
     )
+    test_ess: float = Field(0.0, ge=0, description="λ of the posterior that predicts in the end; 0: as in training")
     hess_init: float = Field(1.0, gt=0, description="h0, the Hessian of the first round")
     weight_decay: float = Field(2e-4, gt=0, description="δ, precision of the zero-mean prior divided by λ")
     beta1: float = Field(0.9, ge=0, lt=1, description="momentum of the gradient")
@@ -66,7 +67,7 @@ class FedIvon(FederatedStrategy):
 
     def train_config(self, server_round: int) -> dict[str, Any]:
         """The clients' IVON settings; the learning rate decays linearly over the rounds."""
-        told = self.options.model_dump(by_alias=True, exclude={"rule", "lr_final"})
+        told = self.options.model_dump(by_alias=True, exclude={"rule", "lr_final", "test_ess"})
         lr = linear_decay(self.options.lr, self.options.lr_final, server_round, self.num_rounds)
         return {**told, "lr": lr}
 
@@ -113,11 +114,19 @@ class FedIvon(FederatedStrategy):
         """``N(m, 1/(λ (h + δ)))``; None while ``λ`` is not known."""
         if not self.ess:
             return None
-        return DiagGaussian.from_hess(flat(arrays, MEAN), flat(arrays, HESS), self.ess, self.options.weight_decay)
+        return self._posterior(arrays, self.ess)
+
+    def predictive(self, arrays: NDArrays) -> DiagGaussian | None:
+        """The posterior as if from ``test-ess`` examples: wider than in training where that is less."""
+        return self._posterior(arrays, self.options.test_ess) if self.options.test_ess else self.posterior(arrays)
+
+    def _posterior(self, arrays: NDArrays, ess: float) -> DiagGaussian:
+        return DiagGaussian.from_hess(flat(arrays, MEAN), flat(arrays, HESS), ess, self.options.weight_decay)
 
     def scale(self) -> dict[str, float]:
-        """``λ`` and ``δ``."""
-        return {"ess": self.ess, "weight_decay": self.options.weight_decay}
+        """``λ`` in training and in prediction, and ``δ``."""
+        test_ess = self.options.test_ess or self.ess
+        return {"ess": self.ess, "test_ess": test_ess, "weight_decay": self.options.weight_decay}
 
     def state(self) -> dict[str, float]:
         """``λ`` of the posterior."""

@@ -13,7 +13,7 @@ from PIL import Image
 import strategies
 from fedivon_flwr.data import load, normalise
 from fedivon_flwr.errors import UserError
-from fedivon_flwr.evaluation import Evaluator
+from fedivon_flwr.evaluation import Evaluator, draw_seed
 from fedivon_flwr.metrics import score
 from fedivon_flwr.models import build
 from fedivon_flwr.records import to_record
@@ -23,11 +23,12 @@ from fedivon_flwr.trained import Trained, read_inputs
 from simulation.federation import finish
 
 
-def finished(path: Path, method: str, model: str = "mlp", dataset: str = "digits") -> Path:
+def finished(path: Path, method: str, **more: Any) -> Path:
     """The folder of a run that ends as all do, but after training its network here, for a moment."""
-    settings = Settings(run_dir=str(path), method=method, model=model, dataset=dataset, test_samples=4, rounds=1)
+    short = {"model": "mlp", "dataset": "digits", "test-samples": 4, "rounds": 1}
+    settings = Settings.from_config({**short, "run-dir": str(path), "method": method, **more})
     strategy, data = strategies.build(settings), load(settings.dataset)
-    network = build(model, data.shape, data.classes, seed=0)
+    network = build(settings.model, data.shape, data.classes, seed=0)
     adam = torch.optim.Adam(network.parameters(), lr=0.01)
     x, y = normalise(data.train.x[:512], data.mean, data.std, torch.device("cpu")), torch.tensor(data.train.y[:512])
     for _ in range(40):
@@ -99,6 +100,17 @@ def test_the_posterior_has_the_width_that_its_file_says(run: Path) -> None:
     assert trained.posterior is not None
     expected = about["ess"] * (hess.astype(np.float64) + about["weight_decay"])
     np.testing.assert_allclose(trained.posterior.precision.numpy(), expected, rtol=1e-5)
+
+
+def test_a_finished_run_predicts_with_its_test_ess(tmp_path: Path, cache: None) -> None:
+    path = finished(tmp_path / "run", "fedivon", **{"fedivon.ess": 800.0, "fedivon.test-ess": 50.0})
+    trained, test = Trained.load(path), load("digits").test
+    assert trained.posterior is not None
+    torch.testing.assert_close(trained.posterior.precision, torch.full_like(trained.posterior.mean, 50 * (1 + 2e-4)))
+    metrics = read_json(path / "summary.json")["metrics"]
+    again = score(trained.predict(test.x, metrics["mc"]["samples"], draw_seed(0)), torch.tensor(test.y)).as_dict()
+    assert again == pytest.approx({key: metrics["mc"][key] for key in again}, abs=1e-5)
+    assert metrics["mc"]["nll"] > metrics["mean"]["nll"] + 0.01  # so wide that it shows
 
 
 def test_without_posterior_samples_do_not_matter(fedavg_run: Path) -> None:

@@ -35,12 +35,17 @@ def test_nobody_holds_what_is_held_out(settings: Settings) -> None:
 
 
 def test_a_narrow_posterior_scores_like_its_mean_and_a_wide_one_worse(folder: Path) -> None:
-    found = calibrate(folder, [(1.0, 1e12), (1.0, 0.1)], examples=300, samples=8)
+    found = calibrate(folder, [1.0], [1e12, 0.1], examples=300, samples=8)
     narrow, wide = found["grid"]
     assert found["round"] == 3
     for key, value in found["mean"].items():
         assert narrow[key] == pytest.approx(value, abs=1e-4)
     assert wide["nll"] > found["mean"]["nll"] + 0.1
+
+
+def test_without_a_prior_it_is_the_runs(folder: Path) -> None:
+    found = calibrate(folder, [100.0, 50.0], [], examples=20, samples=1)
+    assert [(row["ess"], row["prior_precision"]) for row in found["grid"]] == [(100, 1000), (50, 500)]  # λ δ
 
 
 def test_the_command_writes_what_it_shows(fedivon: Command, folder: Path, tmp_path: Path) -> None:

@@ -434,11 +434,25 @@ def test_local_sample_sizes_become_the_servers() -> None:
     run = Run(note, rounds=1, fedivon__ess="local")
     arrays = run.start()
     ess = sum(n * n for n in sizes.values()) / sum(sizes.values())
-    assert run.strategy.scale() == {"ess": pytest.approx(ess), "weight_decay": 2e-4}
+    assert run.strategy.scale() == {"ess": pytest.approx(ess), "test_ess": pytest.approx(ess), "weight_decay": 2e-4}
     posterior = run.strategy.posterior(arrays)
     assert posterior is not None
     hess = np.concatenate([array.ravel() for key, array in arrays.items() if key.startswith("hess/")])
     np.testing.assert_allclose(posterior.precision.numpy(), ess * (hess + 2e-4), rtol=1e-5)
+
+
+def test_the_posterior_that_predicts_may_be_wider() -> None:
+    run, narrow = Run(rounds=1, fedivon__ess=1000.0, fedivon__test_ess=250.0), Run(rounds=1, fedivon__ess=1000.0)
+    arrays, same = run.start(), narrow.start()
+    assert all(np.array_equal(arrays[key], same[key]) for key in arrays)  # training knows nothing of it
+    trained, predicts = run.strategy.posterior(arrays), run.strategy.predictive(arrays)
+    assert trained is not None
+    assert predicts is not None
+    torch.testing.assert_close(predicts.std, 2 * trained.std)
+    assert torch.equal(predicts.mean, trained.mean)
+    unchanged = narrow.strategy.predictive(arrays)
+    assert unchanged is not None
+    assert torch.equal(unchanged.precision, trained.precision)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 10.0])
