@@ -12,7 +12,7 @@ from fedivon_flwr.runs import read_json
 from fedivon_flwr.settings import Settings, flatten, kebab
 from simulation.bench import markdown
 from simulation.presets import preset_config
-from simulation.report import number, rows_of
+from simulation.report import SCORES, number, rows_of
 from simulation.studies.reports import write_reports
 from simulation.studies.runner import Results
 from simulation.studies.spec import load_study
@@ -106,3 +106,22 @@ def test_the_numbers_of_the_readme_are_those_of_the_files() -> None:
             )
             assert f"│ {name:<21}{cells} │" in readme
     assert "@@" not in readme
+
+
+def test_the_posteriors_of_the_presets_are_the_best_on_held_out_images() -> None:
+    docs = (ROOT / "docs" / "studies.md").read_text()
+    for path in (ROOT / "results" / "calibration").glob("*.json"):
+        found = read_json(path)
+        best = min(found["grid"], key=lambda row: row["nll"])
+        width = f"{best['ess']:g} | {best['prior_precision']:g}"
+        for words, scores in (("at the mean | ", found["mean"]), (width, best)):
+            assert f"| {path.stem} | {words} | {' | '.join(number(scores[key]) for key in SCORES)} |" in docs
+        preset, method, *other = path.stem.split("-")
+        config = preset_config(preset)
+        if not other and method == "fedivon":
+            assert config["fedivon.test-ess"] == best["ess"]
+        elif not other:
+            assert (config["fedlaplace.ess"], config["fedlaplace.prior-precision"]) == (
+                best["ess"],
+                best["prior_precision"],
+            )
