@@ -272,6 +272,7 @@ def predict(
     posterior: Annotated[Path, typer.Argument(help="A run's folder or its posterior.safetensors.")],
     inputs: Annotated[Path, typer.Argument(help="An .npz with an array x, an image, or a folder of images.")],
     samples: Annotated[int, typer.Option(min=0, help="Weight samples; 0 predicts at the mean.")] = 64,
+    ess: Annotated[float | None, typer.Option(min=1e-6, help="λ of the posterior; else the run's.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the weight samples.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="All probabilities as JSON instead of a table.")] = False,
     limit: Annotated[int, typer.Option(min=0, help="Rows of the table; 0 for all.")] = 20,
@@ -281,7 +282,7 @@ def predict(
     from fedivon_flwr.metrics import entropy
     from fedivon_flwr.trained import Trained, read_inputs
 
-    trained = Trained.load(posterior, model)
+    trained = Trained.load(posterior, model, ess)
     names, x = read_inputs(inputs, trained.shape)
     probabilities = trained.predict(x, samples, seed)
     uncertainty = entropy(probabilities)

@@ -35,8 +35,8 @@ class Trained:
     std: tuple[float, ...]
 
     @classmethod
-    def load(cls, path: Path, trusted: str | None = None) -> "Trained":
-        """From posterior.safetensors, or from the run's folder that holds it.
+    def load(cls, path: Path, trusted: str | None = None, ess: float | None = None) -> "Trained":
+        """From posterior.safetensors, or from the run's folder that holds it; `ess` gives it another width.
 
         A file that names a model outside of this project would run code of its choice; it must be named as `trusted`.
         """
@@ -54,7 +54,8 @@ class Trained:
         posterior = None
         if any(key.startswith(HESS) for key in arrays):
             vectors = flat(arrays, MEAN), flat(arrays, HESS)
-            posterior = DiagGaussian.from_hess(*vectors, about.get("test_ess", about["ess"]), about["weight_decay"])
+            ess = ess or about.get("test_ess", about["ess"])
+            posterior = DiagGaussian.from_hess(*vectors, ess, about["weight_decay"])
         return cls(model, posterior, shape, about["classes"], tuple(about["mean"]), tuple(about["std"]))
 
     def predict(self, x: NDArray[np.generic], samples: int, seed: int = 0) -> Tensor:

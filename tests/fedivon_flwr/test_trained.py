@@ -107,6 +107,9 @@ def test_a_finished_run_predicts_with_its_test_ess(tmp_path: Path, cache: None) 
     trained, test = Trained.load(path), load("digits").test
     assert trained.posterior is not None
     torch.testing.assert_close(trained.posterior.precision, torch.full_like(trained.posterior.mean, 50 * (1 + 2e-4)))
+    wider = Trained.load(path, ess=5.0).posterior
+    assert wider is not None
+    torch.testing.assert_close(wider.precision, trained.posterior.precision / 10)
     metrics = read_json(path / "summary.json")["metrics"]
     again = score(trained.predict(test.x, metrics["mc"]["samples"], draw_seed(0)), torch.tensor(test.y)).as_dict()
     assert again == pytest.approx({key: metrics["mc"][key] for key in again}, abs=1e-5)
@@ -186,6 +189,16 @@ def test_no_samples_predict_at_the_mean(run: Path, npz: Path, fedivon: Command) 
     rows = json.loads(fedivon("predict", run, npz, "--json", "--samples", 0).out)
     expected = Trained.load(run).predict(load("digits").test.x[:30], 0).numpy()
     np.testing.assert_allclose([row["probabilities"] for row in rows], expected, atol=1e-5)
+
+
+def test_a_wider_posterior_is_less_certain(run: Path, npz: Path, fedivon: Command) -> None:
+    narrow, wide = (
+        json.loads(fedivon("predict", run, npz, "--json", "--samples", 32, "--ess", ess).out) for ess in (1e6, 10)
+    )
+    assert sum(row["entropy"] for row in wide) > 2 * sum(row["entropy"] for row in narrow)
+    refused = fedivon("predict", run, npz, "--ess", 0)
+    assert (refused.code, refused.out) == (2, "")
+    assert "--ess" in refused.err
 
 
 def test_images_are_predicted_like_the_array(run: Path, npz: Path, tmp_path: Path, fedivon: Command) -> None:
