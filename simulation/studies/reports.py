@@ -50,6 +50,11 @@ from simulation.studies.tables import (
 
 OOD_EXAMPLES = 5000  # of each of the two datasets
 MOST_PANELS = 4  # side by side
+FEW_SAMPLES = (
+    "Between the rounds a posterior is evaluated as it trains, with a few weight samples (`eval-samples`); tables are "
+    "of the final evaluation, with many (`test-samples`).",
+    "",
+)
 
 
 class Report(ABC):
@@ -188,7 +193,7 @@ class Curves(Report):
         write_bytes(folder / "curves.csv", curves_csv(study, runs))
         if not study.column:
             panels = {Path(p).stem: by_method(study, select(runs, preset=p)) for p in study.presets}
-            return curves_shown(panels, folder, "curves")
+            return [*curves_shown(panels, folder, "curves"), *FEW_SAMPLES]
         lines: list[str] = []
         for preset in study.presets:
             mine = select(runs, preset=preset)
@@ -198,7 +203,7 @@ class Curves(Report):
             else:
                 panels = {label(method): by_variant(study, mine, method) for method in study.methods}
             lines += curves_shown(panels, folder, f"curves-{Path(preset).stem}")
-        return lines
+        return [*lines, *FEW_SAMPLES]
 
 
 def by_method(study: Study, runs: Sequence[Run]) -> list[Curve]:
@@ -241,11 +246,11 @@ def curve_of(run: Run, method: str) -> Iterator[tuple[int, Mapping[str, float | 
 
 
 def mean_curve(runs: Sequence[Run], method: str) -> tuple[list[int], list[float], list[float]] | None:
-    """A method's rounds, losses and accuracies (in per cent), averaged over the seeds; None without runs."""
+    """A method's rounds, losses and accuracies (in per cent), averaged over the seeds; None where there are none."""
     mine = [dict(curve_of(run, method)) for run in runs if run["method"] == method.removesuffix(AT_MEAN)]
-    if not mine:
+    rounds = sorted(set.intersection(*(set(curve) for curve in mine))) if mine else []
+    if not rounds:
         return None
-    rounds = sorted(set.intersection(*(set(curve) for curve in mine)))
     loss, accuracy = (
         [mean(nan_if_none(curve[r][metric]) for curve in mine) for r in rounds] for metric in ("nll", "accuracy")
     )
