@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from fedivon_flwr.data import channels_last
 from fedivon_flwr.posterior import DiagGaussian, Layout
 
 # On a CPU the activations of larger batches leave the cache, and vmap turns convolutions into grouped ones, which
@@ -95,7 +96,7 @@ def _parts(batches: Iterable[Tensor], device: torch.device) -> Iterator[Tensor]:
     for batch in batches:
         for part in torch.split(batch, CPU_BATCH) if device.type == "cpu" else [batch]:
             moved = part.to(device)
-            yield moved.contiguous(memory_format=torch.channels_last) if moved.ndim == 4 else moved
+            yield channels_last(moved) if moved.ndim == 4 else moved
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -1,6 +1,15 @@
 """Data: named datasets, the user's own `.npz` files, and how they are divided among clients."""
 
-from fedivon_flwr.data.datasets import DATASETS, Dataset, DatasetSpec, Split, batch_to_tensor, load, normalise
+from fedivon_flwr.data.datasets import (
+    DATASETS,
+    Dataset,
+    DatasetSpec,
+    Split,
+    batch_to_tensor,
+    channels_last,
+    load,
+    normalise,
+)
 from fedivon_flwr.data.partition import PARTITIONERS, PartitionSpec, class_counts, partition
 
 __all__ = [
@@ -11,6 +20,7 @@ __all__ = [
     "PartitionSpec",
     "Split",
     "batch_to_tensor",
+    "channels_last",
     "class_counts",
     "load",
     "normalise",

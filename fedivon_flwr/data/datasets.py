@@ -102,7 +102,21 @@ def normalise(x: np.ndarray, mean: tuple[float, ...], std: tuple[float, ...], de
     if batch.dtype != torch.uint8:
         return batch.float()
     centre, spread = (torch.tensor(value, device=device).view(-1, 1, 1) for value in (mean, std))
-    return batch.permute(0, 3, 1, 2).float().mul_(1 / (255 * spread)).sub_(centre / spread)
+    return channels_last(batch.permute(0, 3, 1, 2).float().mul_(1 / (255 * spread)).sub_(centre / spread))
+
+
+def channels_last(images: torch.Tensor) -> torch.Tensor:
+    """Images `(N, C, H, W)` in channels-last memory, in which convolution and pooling are fastest on a CPU.
+
+    A single channel lies in memory the same way in both orders. PyTorch then takes it for channels-first unless the
+    strides say otherwise, and pools everything behind it far more slowly.
+
+    >>> channels_last(torch.zeros(2, 1, 28, 28)).stride()
+    (784, 1, 28, 1)
+    """
+    _, channels, height, width = images.shape
+    strides = (channels * height * width, 1, channels * width, channels)
+    return images.contiguous(memory_format=torch.channels_last).as_strided(images.shape, strides)
 
 
 def _load_named(name: str, spec: DatasetSpec) -> Dataset:

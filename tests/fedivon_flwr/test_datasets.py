@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fedivon_flwr.data import cache, datasets
-from fedivon_flwr.data.datasets import DATASETS, Dataset, Split, batch_to_tensor, load, upright
+from fedivon_flwr.data.datasets import DATASETS, Dataset, Split, batch_to_tensor, channels_last, load, normalise, upright
 from fedivon_flwr.errors import UserError
 
 REAL = Path(os.environ.get("FEDIVON_DATA", "")) if os.environ.get("FEDIVON_DATA") else None
@@ -180,6 +180,16 @@ def test_batch_is_normalised_and_channels_last() -> None:
     assert batch.is_contiguous(memory_format=torch.channels_last)
     expected = ((x / 255 - np.array(data.mean)) / np.array(data.std)).transpose(0, 3, 1, 2)
     np.testing.assert_allclose(batch.numpy(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_what_follows_a_batch_is_channels_last(channels: int) -> None:
+    """Also behind images of one channel, whose memory alone does not tell the order."""
+    x = np.zeros((5, 8, 6, channels), np.uint8)
+    batch = normalise(x, (0.5,) * channels, (0.5,) * channels, CPU)
+    for images in (batch, channels_last(torch.zeros(5, channels, 8, 6))):
+        behind = torch.nn.functional.conv2d(images, torch.zeros(4, channels, 3, 3))
+        assert behind.stride() == (4 * 6 * 4, 1, 4 * 4, 4)
 
 
 @pytest.mark.filterwarnings("error")
