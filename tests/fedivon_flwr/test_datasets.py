@@ -16,7 +16,16 @@ import pytest
 import torch
 
 from fedivon_flwr.data import cache, datasets
-from fedivon_flwr.data.datasets import DATASETS, Dataset, Split, batch_to_tensor, channels_last, load, normalise, upright
+from fedivon_flwr.data.datasets import (
+    DATASETS,
+    Dataset,
+    Split,
+    batch_to_tensor,
+    channels_last,
+    load,
+    normalise,
+    upright,
+)
 from fedivon_flwr.errors import UserError
 
 REAL = Path(os.environ.get("FEDIVON_DATA", "")) if os.environ.get("FEDIVON_DATA") else None
