@@ -19,8 +19,8 @@ class LaplacePlan(Plan):
     """What a FedLaplace client is told besides Adam's settings."""
 
     penalty: float
-    ess: float
-    prior_precision: float
+    test_ess: float
+    test_prior: float
 
 
 class FedLaplaceClient(FedAvgClient):
@@ -51,4 +51,4 @@ class FedLaplaceClient(FedAvgClient):
         """The server's posterior, on the node's device."""
         plan = LaplacePlan.model_validate(config)
         mean, omega = (flat(arrays, prefix).to(self.device) for prefix in (MEAN, HESS))
-        return DiagGaussian(mean, plan.ess * omega + plan.prior_precision)
+        return DiagGaussian(mean, plan.test_ess * omega + plan.test_prior)

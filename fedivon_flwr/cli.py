@@ -53,9 +53,10 @@ def parse_pair(text: str) -> tuple[str, Any]:
     if not equals or not key.strip():
         raise UserError(f"'{text}' is not a setting; write key=value, e.g. rounds=50.")
     try:
-        return key.strip(), tomllib.loads(f"value = {value.strip()}")["value"]
+        parsed = tomllib.loads(f"value = {value.strip()}")["value"]
     except tomllib.TOMLDecodeError:
-        return key.strip(), value.strip()
+        parsed = None
+    return key.strip(), parsed if isinstance(parsed, str | int | float | bool) else value.strip()
 
 
 def make_settings(preset: str, pairs: list[str], **overrides: Any) -> Settings:
@@ -242,7 +243,9 @@ def data_show(
 def calibrate(
     run: Annotated[Path, typer.Argument(help="A run's folder, finished or not.")],
     ess: Annotated[list[float], typer.Option(help="Effective sample sizes λ to try.")],
-    prior_precision: Annotated[list[float] | None, typer.Option(help="Prior precisions; else the run's.")] = None,
+    prior_precision: Annotated[
+        list[float] | None, typer.Option(help="Prior precisions; else the run's, in proportion to λ.")
+    ] = None,
     examples: Annotated[int, typer.Option(min=1, help="Training images that no client holds.")] = 2000,
     samples: Annotated[int, typer.Option(min=1, help="Weight samples.")] = 16,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file to write.")] = None,

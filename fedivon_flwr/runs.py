@@ -19,6 +19,7 @@ import math
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -116,7 +117,7 @@ class RunFolder:
         folder = self.path / "checkpoints"
         folder.mkdir(exist_ok=True)
         described = {"round": checkpoint.round, "state": dict(checkpoint.state)}
-        save_arrays(folder / f"round-{checkpoint.round:06d}.safetensors", checkpoint.arrays, described)
+        save_arrays(self.path / checkpoint_file(checkpoint.round), checkpoint.arrays, described)
         for old in sorted(folder.glob("round-*.safetensors"))[:-KEPT_CHECKPOINTS]:
             old.unlink()
 
@@ -150,6 +151,21 @@ class RunFolder:
     def drop_evaluation(self) -> None:
         """The evaluation is complete."""
         (self.path / EVALUATION).unlink(missing_ok=True)
+
+
+def checkpoint_file(server_round: int) -> str:
+    """Where a run's folder has the checkpoint after a round."""
+    return f"checkpoints/round-{server_round:06d}.safetensors"
+
+
+def fork(source: Path, path: Path, settings: Settings) -> None:
+    """Make a run's folder that begins where the training of another one ended; it appears when it is complete."""
+    scratch, last = path.with_name(f".{path.name}.{os.getpid()}.part"), checkpoint_file(settings.rounds)
+    (scratch / last).parent.mkdir(parents=True)
+    for name in ("provenance.json", "metrics.jsonl", last):
+        shutil.copyfile(source / name, scratch / name)
+    write_json(scratch / "settings.json", settings.record())
+    scratch.rename(path)
 
 
 def refuse(path: Path, settings: Settings) -> None:

@@ -130,6 +130,10 @@ class Settings(FlatModel):
             if key not in aside and ("." not in key or key.startswith(f"{self.method}."))
         }
 
+    def training(self) -> dict[str, Scalar]:
+        """The part of `identity` that decides what is trained: without the keys of the final prediction, ``test-*``."""
+        return {key: v for key, v in self.identity().items() if not key.rpartition(".")[2].startswith("test-")}
+
 
 def validated(cls: type[M], data: Mapping[str, Any], prefix: str = "") -> M:
     """Build a model; of what is wrong with the data, say the first thing in one sentence."""

@@ -36,8 +36,11 @@ QUIET = {
 }
 
 
-def check(settings: Settings) -> None:
-    """Find out before anything is started what would fail later: method, data, split, model, folder."""
+def check(settings: Settings, wait: bool = False) -> None:
+    """Find out before anything is started what would fail later: method, data, split, model, folder.
+
+    With `wait`, another process may have the folder: it will be waited for.
+    """
     strategies.build(settings)
     dataset = load(settings.dataset)
     clients.split(settings.dataset, clients.partition_spec(settings))
@@ -45,7 +48,7 @@ def check(settings: Settings) -> None:
     clients.pick_device(settings.device)
     folder = RunFolder(Path(settings.run_dir))
     refuse(folder.path, settings)
-    if folder.path.exists():
+    if folder.path.exists() and not wait:
         folder.lock()
         folder.close()
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from clients import CLIENTS
 from fedivon_flwr.runs import draws_done, read_metrics
 from fedivon_flwr.settings import Settings
 from simulation.report import number
@@ -40,9 +41,14 @@ class RunState:
         return int(self.rows[-1]["round"]) if self.rows else 0
 
     @property
-    def sampled(self) -> bool:
-        """Whether the method has a posterior, from which evaluations draw."""
-        return any("mc" in row for row in self.rows)
+    def passes(self) -> int:
+        """Passes over the test data of an evaluation on the way: at the mean, and one for each weight sample."""
+        return 1 + self.settings.eval_samples * any("mc" in row for row in self.rows)
+
+    @property
+    def final_draws(self) -> int:
+        """Weight samples of the final evaluation; none for a method without a posterior."""
+        return self.settings.test_samples if CLIENTS[self.settings.method].first_hess is not None else 0
 
     def pace(self) -> tuple[float, float] | None:
         """Seconds of a round without evaluation, and of one pass over the test data; None before the first round."""
@@ -51,21 +57,20 @@ class RunState:
         if not plain:
             return (median(scored), 0.0) if scored else None
         extra = median(scored) - median(plain) if scored else 0.0
-        return median(plain), max(0.0, extra) / (1 + self.settings.eval_samples * self.sampled)
+        return median(plain), max(0.0, extra) / self.passes
 
     def seconds(self, rounds: int, draws: int) -> float | None:
         """What so many rounds and weight samples of the final evaluation take; None before the pace is known."""
         if (pace := self.pace()) is None:
             return None
         a_round, a_pass = pace
-        evaluations = rounds / self.settings.evaluate_every * (1 + self.settings.eval_samples * self.sampled)
-        return rounds * a_round + (evaluations + (draws if self.sampled else 0)) * a_pass
+        return rounds * a_round + (rounds / self.settings.evaluate_every * self.passes + draws) * a_pass
 
     def seconds_left(self) -> float | None:
         """Until the run is finished; None before the pace is known."""
         if self.finished:
             return 0.0
-        return self.seconds(self.settings.rounds - self.rounds_done, self.settings.test_samples - self.draws)
+        return self.seconds(self.settings.rounds - self.rounds_done, self.final_draws - self.draws)
 
     def scores(self) -> str:
         """Accuracy and ECE of the last evaluation, or else the training loss."""

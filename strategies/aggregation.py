@@ -21,6 +21,7 @@ from fedivon_flwr.errors import UserError
 from fedivon_flwr.registry import Registry
 
 BLOCK = 1 << 18  # elements; the sums stay in the cache, and a block is worth the calls and both cores
+CEILING = 1e9  # of a Hessian: the noise of a posterior this narrow is lost in the rounding of float32 weights
 FLOOR = 1e-3  # `dwc` subtracts precisions: the result is at least this part of the clients' mean precision
 
 
@@ -58,8 +59,8 @@ def variance(term: Term, shared: Shared) -> Tensor:
 
 
 def to_hess(total: Tensor, shared: Shared) -> Tensor:
-    """``h̃ = Λ̃/λ̃ − δ``."""
-    return total.div_(shared.ess).sub_(shared.weight_decay)
+    """``h̃ = Λ̃/λ̃ − δ``, bounded: a rule that counts what the clients share once for each of them grows every round."""
+    return total.div_(shared.ess).sub_(shared.weight_decay).clamp_(max=CEILING)
 
 
 def product(terms: Iterable[Term], shared: Shared, weight: Callable[[Term], float]) -> tuple[Tensor, Tensor]:

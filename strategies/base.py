@@ -148,11 +148,14 @@ class FederatedStrategy(Strategy):
         return None
 
     def posterior(self, arrays: NDArrays) -> DiagGaussian | None:  # noqa: ARG002
-        """The Gaussian over the weights that the server's arrays stand for, if the method has one."""
+        """The Gaussian over the weights with which the method trains, if it does."""
         return None
 
     def predictive(self, arrays: NDArrays) -> DiagGaussian | None:
-        """The Gaussian that predicts once training has ended: the posterior, unless a method changes its width."""
+        """The Gaussian that predicts once training has ended: `posterior`, unless a method gives it another width.
+
+        What only this depends on are keys that begin with ``test-``: they can be chosen after training.
+        """
         return self.posterior(arrays)
 
     def scale(self) -> dict[str, float]:

@@ -80,8 +80,9 @@ class FedIvon(FederatedStrategy):
         return super().configure_train(server_round, arrays, config, grid)
 
     def evaluate_config(self, server_round: int) -> dict[str, Any]:
-        """As in training, with the ``λ`` that the server's posterior has."""
-        return {**self.train_config(server_round), "ess": self.ess}
+        """As in training, with the ``λ`` that the server's posterior has or, in the end, shall predict with."""
+        ended = server_round == self.num_rounds and self.options.test_ess
+        return {**self.train_config(server_round), "ess": self.options.test_ess if ended else self.ess}
 
     def refuse(self, arrays: NDArrays) -> str | None:
         """A precision ``λ (h + δ)`` must be positive."""

@@ -21,8 +21,8 @@ class Options(fedavg.Options):
     """The keys ``fedlaplace.*`` of the run config: Adam's, and those of the Gaussian."""
 
     penalty: float = Field(1.0, ge=0, description="ζ, the strength of the server's Gaussian as prior in training")
-    ess: float = Field(100.0, gt=0, description="λ: the posterior's precision is λ Ω + prior-precision")
-    prior_precision: float = Field(1000.0, gt=0, description="precision of the posterior where Ω is 0")
+    test_ess: float = Field(100.0, gt=0, description="λ: the precision in prediction is λ Ω + test-prior")
+    test_prior: float = Field(1000.0, gt=0, description="precision of the posterior where Ω is 0")
 
 
 class FedLaplace(fedavg.FedAvg):
@@ -59,10 +59,10 @@ class FedLaplace(fedavg.FedAvg):
                 combined[key] = torch.where(total > 0, pulled / total, plain).to(plain.dtype).numpy()
         return combined
 
-    def posterior(self, arrays: NDArrays) -> DiagGaussian:
-        """``N(μ, 1/(λ Ω + prior precision))``."""
-        return DiagGaussian(flat(arrays, MEAN), self.options.ess * flat(arrays, HESS) + self.options.prior_precision)
+    def predictive(self, arrays: NDArrays) -> DiagGaussian:
+        """``N(μ, 1/(λ Ω + prior precision))``; training does without a width, so there is no `posterior` on the way."""
+        return DiagGaussian(flat(arrays, MEAN), self.options.test_ess * flat(arrays, HESS) + self.options.test_prior)
 
     def scale(self) -> dict[str, float]:
         """``λ`` and ``δ``, as for a posterior of FedIvon: ``λ Ω + prior = λ (Ω + δ)``."""
-        return {"ess": self.options.ess, "weight_decay": self.options.prior_precision / self.options.ess}
+        return {"ess": self.options.test_ess, "weight_decay": self.options.test_prior / self.options.test_ess}

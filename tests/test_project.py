@@ -121,7 +121,7 @@ def test_the_posteriors_of_the_presets_are_the_best_on_held_out_images() -> None
         if not other and method == "fedivon":
             assert config["fedivon.test-ess"] == best["ess"]
         elif not other:
-            assert (config["fedlaplace.ess"], config["fedlaplace.prior-precision"]) == (
+            assert (config["fedlaplace.test-ess"], config["fedlaplace.test-prior"]) == (
                 best["ess"],
                 best["prior_precision"],
             )

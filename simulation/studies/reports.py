@@ -51,8 +51,10 @@ from simulation.studies.tables import (
 OOD_EXAMPLES = 5000  # of each of the two datasets
 MOST_PANELS = 4  # side by side
 FEW_SAMPLES = (
-    "Between the rounds a posterior is evaluated as it trains, with a few weight samples (`eval-samples`); tables are "
-    "of the final evaluation, with many (`test-samples`).",
+    "On the way FedIvon predicts with the posterior as it trains (`ess`) and a few weight samples (`eval-samples`), "
+    "and FedLaplace, whose training needs no width, at the mean. Tables are of the final evaluation, with the width "
+    "for prediction (`test-ess`, `test-prior`) and many samples (`test-samples`), so a curve does not end at its "
+    "number in the table.",
     "",
 )
 
@@ -238,8 +240,8 @@ def select(runs: Sequence[Run], **wanted: str) -> list[Run]:
 
 
 def curve_of(run: Run, method: str) -> Iterator[tuple[int, Mapping[str, float | None]]]:
-    """A method's scores in the rounds in which they were taken."""
-    drawn = "mc" in run["metrics"] and not method.endswith(AT_MEAN)
+    """A method's scores in the rounds in which they were taken: at the mean if it draws nothing on the way."""
+    drawn = any("mc" in row for row in run["curve"]) and not method.endswith(AT_MEAN)
     for row in run["curve"]:
         if "mc" in row or not drawn:
             yield row["round"], scores_at({"metrics": row}, method)

@@ -26,12 +26,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from fedivon_flwr.errors import UserError
-from fedivon_flwr.runs import read_json, write_json
+from fedivon_flwr.runs import fork, read_json, write_json
+from fedivon_flwr.settings import read_tables
 from simulation.engine import Resources, gpu_share
 from simulation.launch import check, stop_tree, with_ray
 from simulation.progress import LINE_SECONDS, RunState, duration
 from simulation.studies.reports import check_job, check_study, collect, is_collected, write_reports
-from simulation.studies.spec import Job, Study, jobs
+from simulation.studies.spec import Job, Study, digest, jobs, trained_folder
 
 POLL_SECONDS = 1.0
 LOCK_SECONDS = 2.0  # to wait for one who only looks whether a study is running
@@ -69,12 +70,13 @@ class Results:
 
     def check(self) -> None:
         """Find out before anything is started what would fail later."""
+        self._refuse()
         if not self.is_free():
             raise UserError(self._running())
         check_study(self.study)
         for job in self.open_jobs():
             check_job(job)
-            check(job.settings)
+            check(job.settings, wait=True)
 
     def write(self) -> None:
         """Tables and figures of the runs that are there."""
@@ -90,8 +92,27 @@ class Results:
             lock.acquire(timeout=0)
         except Timeout:
             return False
+        except OSError as error:
+            raise UserError(self._unusable(error)) from None
         lock.release()
         return True
+
+    def _refuse(self) -> None:
+        """Write only into a new folder, an empty one, or one that has results of this study."""
+        if self.folder.exists() and not self.folder.is_dir():
+            raise UserError(f"'{self.folder}' is a file but must be a folder for results; use another --results.")
+        there = {path.name for path in self.folder.glob("*")} - {".lock", "study.log", "runs", "logs"}
+        if there and (name := self._name_there()) != self.study.name:
+            what = f"results of the study '{name}'" if name else "something else than results of a study"
+            raise UserError(f"The folder '{self.folder}' holds {what}; use another --results.")
+
+    def _name_there(self) -> str | None:
+        """The name of the study whose results the folder has."""
+        path = self.folder / "study.toml"
+        return str(read_tables(path).get("name")) if path.exists() else None
+
+    def _unusable(self, error: OSError) -> str:
+        return f"The folder '{self.folder}' cannot be written to ({error.strerror}); use another --results."
 
     def _running(self) -> str:
         return f"The study in '{self.folder}' is running already; wait for it, or stop it."
@@ -102,7 +123,7 @@ class Results:
         try:
             (self.folder / "runs").mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"The folder '{self.folder}' cannot be made ({error.strerror}); use --results.") from None
+            raise UserError(self._unusable(error)) from None
         lock = FileLock(self.folder / ".lock")
         try:
             lock.acquire(timeout=LOCK_SECONDS)
@@ -177,9 +198,9 @@ def run_study(results: Results, slots: int, console: Console) -> list[Job]:
 
 
 def next_job(waiting: Sequence[Job], running: Iterable[Job]) -> Job | None:
-    """The first whose folder nobody uses: variants that do not concern a method share its run."""
-    busy = {job.settings.run_dir for job in running}
-    return next((job for job in waiting if job.settings.run_dir not in busy), None)
+    """The first that nobody trains already: variants may share their training."""
+    busy = {digest(job.settings.training()) for job in running}
+    return next((job for job in waiting if digest(job.settings.training()) not in busy), None)
 
 
 def start(job: Job, results: Results, share: int) -> SpawnProcess:
@@ -201,11 +222,22 @@ def run_job(job: Job, study: Study, path: Path, share: int, log: Path) -> None:
     torch.set_num_threads(max(1, cores // share))
     cpus = cores / max(1, cores // share)  # of this machine as Ray sees it, which is all of it
     try:
-        if not (Path(job.settings.run_dir) / "summary.json").exists():
+        folder = Path(job.settings.run_dir)
+        if not folder.exists() and (trained := trained_folder(job.settings)):
+            fork(trained, folder, job.settings)  # it only predicts
+        if not (folder / "summary.json").exists():
+            wait_for(folder)
             with_ray(job.settings, Resources(cpus, gpu_share(cpus)))
         write_json(path, collect(job, study))
     except UserError as error:
         sys.exit(f"Error: {error}")
+
+
+def wait_for(folder: Path) -> None:
+    """Another study may be at the same run: go on when that has let go of it."""
+    if folder.exists():
+        with FileLock(folder / ".lock"):
+            pass
 
 
 def redirect(log: Path) -> None:
@@ -279,7 +311,7 @@ def time_left(states: Mapping[Job, RunState], todo: Sequence[Job], slots: int) -
         if (own := states[job].seconds_left()) is not None:
             left.append(own)
             continue
-        whole = job.settings.rounds, job.settings.test_samples
+        whole = job.settings.rounds, states[job].final_draws
         known = [(s, other.preset) for other, state in states.items() if (s := state.seconds(*whole)) is not None]
         if not known:
             return None

@@ -20,7 +20,7 @@ A study is a TOML file in this folder, or anywhere:
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -30,7 +30,7 @@ import tomli_w
 from pydantic import Field, model_validator
 
 from fedivon_flwr.errors import UserError
-from fedivon_flwr.runs import read_json, runs_folder
+from fedivon_flwr.runs import checkpoint_file, read_json, runs_folder
 from fedivon_flwr.settings import FlatModel, Settings, flatten, read_tables, validated
 from simulation.presets import named_toml, own_file, preset_config, settings_of
 from simulation.report import AT_MEAN
@@ -42,14 +42,14 @@ OWN = ("seed", "method", "run-dir")  # settings that a study sets itself
 class Variant(FlatModel):
     """One value of what is varied."""
 
-    label: str = Field(description="how the variant is called in tables")
+    label: str = Field(pattern=r"^[^|\n]*$", description="how the variant is called in tables, without '|'")
     settings: dict[str, Any] = Field(default_factory=dict, description="the settings it changes")
 
 
 class Study(FlatModel):
     """A study's description."""
 
-    name: str = Field(pattern=r"^[\w.-]+$", description="letters, digits, '-', '_' and '.'; names the results' folder")
+    name: str = Field(pattern=r"^\w[\w.-]*$", description="letters, digits, '-', '_', '.'; names the results' folder")
     title: str = Field(description="the heading of the results")
     reports: list[str] = Field(min_length=1, description="what is made of the runs")
     presets: list[str] = Field(min_length=1, description="presets, one for each dataset")
@@ -69,6 +69,8 @@ class Study(FlatModel):
             raise ValueError("A study with variants needs the key 'column': the name of what they vary")
         if isinstance(self.seeds, dict) and set(self.seeds) != set(self.presets):
             raise ValueError(f"The key 'seeds' must have one list for each of the presets: {', '.join(self.presets)}")
+        if not all(self.seeds_of(preset) for preset in self.presets):
+            raise ValueError("The key 'seeds' must have at least one seed for every preset")
         for key, table in (("unseen", self.unseen), ("paper", self.paper)):
             if stray := sorted(set(table) - set(self.presets)):
                 raise ValueError(f"The key '{key}.{stray[0]}' is none of the presets: {', '.join(self.presets)}")
@@ -186,16 +188,32 @@ def job(study: Study, preset: str, variant: Variant, method: str, seed: int) -> 
 def run_folder(settings: Settings, name: str) -> Path:
     """A run's folder, which all studies share: the one with these settings, or a new one named after them."""
     runs = (runs_folder() / "studies").resolve()
-    for path in sorted(runs.glob(f"{name}-*")):  # a setting that is new since then has its default
-        if same_run(read_json(path / "settings.json"), settings):
+    new = runs / f"{name}-{digest(settings.identity())}"
+    return next((path for path in siblings(new) if same_run(read_json(path / "settings.json"), settings)), new)
+
+
+def trained_folder(settings: Settings) -> Path | None:
+    """A run that was trained to its end with these settings, whatever it predicted with then; None if there is none."""
+    for path in siblings(Path(settings.run_dir)):
+        trained = (path / checkpoint_file(settings.rounds)).exists()
+        if trained and same_run(read_json(path / "settings.json"), settings, Settings.training):
             return path
-    return runs / f"{name}-{digest(settings.identity())}"
+    return None
 
 
-def same_run(saved: Mapping[str, Any] | None, settings: Settings) -> bool:
-    """Whether settings that were written down are, in all that decides the outcome, these."""
-    try:
-        return saved is not None and settings_of(saved).identity() == settings.identity()
+def siblings(folder: Path) -> list[Path]:
+    """The runs' folders that have the same name but for the settings."""
+    return sorted(folder.parent.glob(f"{folder.name.rpartition('-')[0]}-*"))
+
+
+def same_run(
+    saved: Mapping[str, Any] | None,
+    settings: Settings,
+    part: Callable[[Settings], Mapping[str, Any]] = Settings.identity,
+) -> bool:
+    """Whether settings that were written down are these, in a part of them: all that decides the outcome."""
+    try:  # a setting that is new since then has its default
+        return saved is not None and part(settings_of(saved)) == part(settings)
     except UserError:  # of a version with other keys
         return False
 

@@ -29,7 +29,7 @@ TOLD: dict[str, Any] = {"server-round": 1, "seed": 0, "batch-size": 32, "local-e
 PLAN: dict[type[TorchClient], dict[str, Any]] = {
     FedIvonClient: TOLD | {"lr": 0.1, "ess": 1000.0, "hess-init": 1.0, "weight-decay": 1e-3, "beta2": 0.999},
     FedAvgClient: TOLD | {"lr": 1e-3, "weight-decay": 1e-4},
-    FedLaplaceClient: TOLD | {"lr": 1e-3, "weight-decay": 1e-4, "penalty": 0.01, "ess": 1e3, "prior-precision": 5e3},
+    FedLaplaceClient: TOLD | {"lr": 1e-3, "weight-decay": 1e-4, "penalty": 0.01, "test-ess": 1e3, "test-prior": 5e3},
 }
 
 

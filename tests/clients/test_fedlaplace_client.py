@@ -24,8 +24,8 @@ TOLD: dict[str, Any] = {
     "lr": 3e-3,
     "weight-decay": 1e-3,
     "penalty": 2.0,
-    "ess": 100.0,
-    "prior-precision": 50.0,
+    "test-ess": 100.0,
+    "test-prior": 50.0,
 }
 
 

@@ -27,13 +27,14 @@ from clients.base import Work
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.models import build
 from fedivon_flwr.records import to_record
-from fedivon_flwr.runs import read_json, read_metrics, write_json
+from fedivon_flwr.runs import fork, read_json, read_metrics, write_bytes, write_json
 from fedivon_flwr.settings import Settings
+from simulation.federation import run
 from simulation.presets import settings_of
 from simulation.progress import RunState
 from simulation.studies.reports import REPORTS, write_reports
 from simulation.studies.runner import Results, next_job, time_left
-from simulation.studies.spec import Job, Study, jobs, known_studies, load_study, run_folder
+from simulation.studies.spec import Job, Study, jobs, known_studies, load_study, run_folder, trained_folder
 from simulation.studies.tables import Cell, cells, scores_at, table_csv, table_markdown
 
 DESCRIBED: dict[str, Any] = {
@@ -155,6 +156,37 @@ def test_a_run_of_an_earlier_version_is_found(tmp_path: Path, monkeypatch: pytes
     assert jobs(study_of(tmp_path))[0].settings.run_dir == str(old)
     write_json(old / "settings.json", record | {"gone": 1})
     assert jobs(study_of(tmp_path))[0].settings.run_dir == job.settings.run_dir
+
+
+def test_what_only_predicts_needs_no_second_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another width of the posterior, chosen after training: a folder of its own that goes on with the prediction."""
+    monkeypatch.setenv("FEDIVON_RUNS", str(tmp_path / "runs"))
+
+    def job_with(**changes: Any) -> Job:
+        return jobs(study_of(tmp_path, methods=["fedivon"], settings=SMALL | changes))[0]
+
+    def fedivon_with(**changes: Any) -> Path:
+        settings = job_with(**changes).settings
+        if (trained := trained_folder(settings)) and not Path(settings.run_dir).exists():
+            fork(trained, Path(settings.run_dir), settings)
+        grid = LocalGrid(settings.to_config(), settings.clients)
+        folder = run(grid, settings).path
+        assert bool(trained) == (grid.clients() == [])
+        return folder
+
+    first = fedivon_with()
+    wide = fedivon_with(**{"fedivon.test-ess": 5.0})
+    assert wide != first
+    assert read_json(wide / "settings.json")["fedivon.test-ess"] == 5.0
+    assert (wide / "metrics.jsonl").read_bytes() == (first / "metrics.jsonl").read_bytes()
+    narrow, other = (read_json(folder / "summary.json")["metrics"] for folder in (first, wide))
+    assert narrow["mean"] == other["mean"]
+    assert narrow["mc"] != other["mc"]
+    assert trained_folder(job_with(**{"fedivon.lr": 0.05}).settings) is None
+    assert trained_folder(job_with(rounds=5).settings) is None
+    (first / "checkpoints" / "round-000004.safetensors").unlink()
+    (wide / "checkpoints" / "round-000004.safetensors").unlink()
+    assert trained_folder(job_with(**{"fedivon.test-ess": 6.0}).settings) is None  # not trained to its end
 
 
 def test_other_settings_do_not_touch_the_results() -> None:
@@ -316,7 +348,7 @@ def test_the_final_evaluation_counts_as_time() -> None:
 
 @pytest.mark.parametrize("every", [1, 10, 100])
 def test_a_method_without_a_posterior_draws_nothing_in_the_end(every: int) -> None:
-    settings = Settings.from_config({"rounds": 400, "evaluate-every": every, "test-samples": 100})
+    settings = Settings.from_config({"method": "fedavg", "rounds": 400, "evaluate-every": every, "test-samples": 100})
     rows: list[dict[str, Any]] = [{"round": r, "seconds": 1.0, "train_loss": 1.0} for r in range(1, 251)]
     for row in rows[every - 1 :: every]:
         row.update(seconds=4.0, **scores(0.5, mc=False))
@@ -336,6 +368,7 @@ def test_a_method_without_a_posterior_draws_nothing_in_the_end(every: int) -> No
         (["nope.toml"], ("There is no settings file 'nope.toml'",)),
         (["table-standard", "--quick", "-s", "roundz=3"], ("Unknown key 'roundz'",)),
         (["table-standard", "--quick", "-s", "rounds=0"], ("'rounds'", "greater than or equal to 1")),
+        (["table-standard", "--quick", "-s", "rounds=2024-01-01"], ("'rounds'", "'2024-01-01'")),
     ],
 )
 def test_bad_input_is_one_sentence(fedivon: Command, tmp_path: Path, words: list[str], named: tuple[str, ...]) -> None:
@@ -351,6 +384,9 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a variant that is none": ({"column": "x", "variants": [3]}, ("'variants'",)),
     "a variant's key": ({"column": "x", "variants": [{"label": "a", "nope": 1}]}, ("'variants.0.nope'",)),
     "no label": ({"column": "x", "variants": [{"settings": {}}]}, ("'variants.0.label' is missing",)),
+    "a label that breaks the table": ({"column": "x", "variants": [{"label": "a|b"}]}, ("'variants'",)),
+    "a name that leads elsewhere": ({"name": ".."}, ("'name'", "letters")),
+    "no seed": ({"seeds": []}, ("'seeds'", "at least one")),
     "no title": ({"title": None}, ("'title' is missing",)),
     "no scores": ({"settings": SMALL | {"evaluation": "none"}}, ("'evaluation'", "'server'")),
     "a seed among the settings": ({"settings": SMALL | {"seed": 3}}, ("'seed'", "keys of the study")),
@@ -381,6 +417,19 @@ def test_a_bad_description_is_one_sentence(fedivon: Command, tmp_path: Path, cas
     path = described(tmp_path / "bad.toml", **text)
     assert_refused(fedivon("study", path, "--results", tmp_path / "results"), *named)
     assert not (tmp_path / "results").exists()
+    assert not (tmp_path / "runs").exists()
+
+
+def test_foreign_files_are_not_overwritten(fedivon: Command, tmp_path: Path) -> None:
+    study = described(tmp_path / "small.toml")
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "README.md").write_text("my own")
+    assert_refused(fedivon("study", study, "--results", mine), "something else", "--results")
+    write_bytes(mine / "study.toml", load_study("partitions").toml())
+    assert_refused(fedivon("study", study, "--results", mine), "results of the study 'partitions'", "--results")
+    assert_refused(fedivon("study", study, "--results", mine / "README.md"), "is a file", "--results")
+    assert (mine / "README.md").read_text() == "my own"
     assert not (tmp_path / "runs").exists()
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fedivon_flwr.errors import UserError
-from strategies.aggregation import BLOCK, RULES, Shared, Term, aggregate, weighted_mean
+from strategies.aggregation import BLOCK, CEILING, RULES, Shared, Term, aggregate, weighted_mean
 
 Vector = NDArray[np.float64]
 Gaussian = tuple[Vector, Vector]  # mean and precision
@@ -104,6 +104,23 @@ def test_a_rule_is_its_formula(name: str, clients: int) -> None:
 def test_a_rule_is_its_formula_for_any_input(name: str, seed: int, clients: int, size: int) -> None:
     terms, shared = draw(seed, clients, size)
     assert_close(aggregate(RULES[name], terms, shared), exact(name, terms, shared))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_can_go_on_for_many_rounds(name: str) -> None:
+    """Also those that count what the clients share once for each of them: they narrow the posterior to the bound."""
+    rng, clients = np.random.default_rng(0), 10
+    mean, hess = torch.zeros(50), torch.ones(50)
+    for _ in range(60):
+        terms = [
+            Term(1 / clients, mean + tensor(rng.normal(0, 0.01, 50)), hess * 1.001, 1000.0) for _ in range(clients)
+        ]
+        shared = Shared(2e-4, 1000.0, clients, Term(1.0, mean, hess, 1000.0))
+        mean, hess = aggregate(RULES[name], terms, shared)
+    assert mean.isfinite().all()
+    assert (hess + 2e-4 > 0).all()
+    assert (hess <= CEILING).all()
+    assert bool((hess == CEILING).all()) == (name in ("ws", "conflation", "wc"))
 
 
 @pytest.mark.parametrize("name", sorted(set(RULES) - {"hessian"}))

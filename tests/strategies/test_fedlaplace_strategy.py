@@ -70,12 +70,12 @@ def test_the_first_prior_knows_nothing() -> None:
 
 def test_the_posterior_is_the_one_that_the_file_of_a_run_stands_for(tmp_path: Path) -> None:
     config = {"method": "fedlaplace", "clients": 6, "clients-per-round": 3, "rounds": 3, "test-samples": 3}
-    chosen = {"partitioner": "iid", "fedlaplace.ess": 300.0, "fedlaplace.prior-precision": 2000.0}
+    chosen = {"partitioner": "iid", "fedlaplace.test-ess": 300.0, "fedlaplace.test-prior": 2000.0}
     settings = strategies.complete(Settings.from_config({**config, **chosen, "run-dir": str(tmp_path / "run")}))
     run(LocalGrid(settings.to_config(), settings.clients), settings)
     trained = Trained.load(tmp_path / "run")
     arrays, _ = load_arrays(tmp_path / "run" / "posterior.safetensors")
-    posterior = strategies.build(settings).posterior(arrays)
+    posterior = strategies.build(settings).predictive(arrays)
     assert trained.posterior is not None
     assert posterior is not None
     torch.testing.assert_close(trained.posterior.precision, posterior.precision)
@@ -86,5 +86,5 @@ def test_the_posterior_is_the_one_that_the_file_of_a_run_stands_for(tmp_path: Pa
 
 def test_the_precision_of_the_posterior() -> None:
     arrays = {"mean/w": np.ones(2, np.float32), "hess/w": np.array([0.0, 2.0], np.float32)}
-    posterior = FedLaplace(Options(ess=300.0, prior_precision=2000.0)).posterior(arrays)
+    posterior = FedLaplace(Options(test_ess=300.0, test_prior=2000.0)).predictive(arrays)
     assert torch.equal(posterior.precision, torch.tensor([2000.0, 2600.0]))
