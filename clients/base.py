@@ -1,11 +1,13 @@
 """What every client half shares: data of a node, seeding, batches, evaluation, arrays in and out.
 
 A method's client is a subclass that says how to train (`train`). Everything it needs to know arrives with the
-message, so that the server alone decides, and a client keeps nothing between rounds.
+message, so that the server alone decides. What a client keeps between rounds is its `memory`: parameters that stay with
+it (those whose name begins with the prefix `own` that the server tells), and whatever a method adds to that.
 """
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,6 +30,7 @@ from fedivon_flwr.records import (
     NDArrays,
     fixed_tensors,
     from_record,
+    is_own,
     load_model,
     model_arrays,
     to_numpy,
@@ -35,8 +38,10 @@ from fedivon_flwr.records import (
     wire_keys,
 )
 from fedivon_flwr.settings import kebab
+from fedivon_flwr.state import NodeState
 
 EVALUATION_BATCH = 250
+TRAIN_EXAMPLES = "train-examples"
 
 
 class Told(BaseModel):
@@ -53,6 +58,10 @@ class Work(Told):
     local_epochs: int = Field(1, ge=1)
     batch_size: int = Field(32, ge=1)
     eval_samples: int = Field(8, ge=1)
+    own: str | None = None  # prefix of the parameters that stay with the client; None: all are shared
+    personal: bool = False  # evaluate the client's own model instead of the server's
+    run: str = ""  # a name for the run, under which the node keeps its memory
+    checkpoint_every: int = Field(1, ge=1)  # rounds between the server's checkpoints
 
 
 @dataclass(frozen=True)
@@ -98,14 +107,26 @@ class TorchClient(NumPyClient):
     def __init__(self, model: nn.Module, data: LocalData, device: torch.device | str = "cpu", client: int = 0) -> None:
         self.model, self.data, self.device, self.client = model, data, torch.device(device), client
         self.keys = wire_keys(model, self.first_hess is not None)
+        self.memory: NDArrays = {}
 
     @abstractmethod
     def train(self, arrays: NDArrays, config: Mapping[str, Any], work: Work) -> tuple[NDArrays, float]:
-        """Train the model, which has the server's weights; the node's arrays without buffers, and the mean loss."""
+        """Train the model, which has the weights in `arrays`; the node's arrays without buffers, and the mean loss.
+
+        `arrays` are the server's, but for the parameters that the client remembers as its own.
+        """
 
     def posterior(self, arrays: NDArrays, config: Mapping[str, Any]) -> DiagGaussian | None:  # noqa: ARG002
-        """The Gaussian that the server's arrays stand for, if the method has one."""
+        """The Gaussian that arrays stand for, if the method has one."""
         return None
+
+    def personalise(self, arrays: NDArrays, config: Mapping[str, Any], work: Work) -> DiagGaussian | None:
+        """Turn the model, which has the weights in `arrays`, into the client's own; the Gaussian around it, if any.
+
+        Here: one more local update.
+        """
+        trained, _ = self.train(arrays, config, work)
+        return self.posterior(trained, config)
 
     def get_parameters(self, config: dict[str, Any]) -> list[NDArray[Any]]:  # noqa: ARG002
         """The model as it is, with the first Hessian where the method has one."""
@@ -114,31 +135,45 @@ class TorchClient(NumPyClient):
     def fit(
         self, parameters: list[NDArray[Any]], config: dict[str, Any]
     ) -> tuple[list[NDArray[Any]], int, dict[str, Any]]:
-        """Train from the server's arrays."""
-        arrays, work = self._receive(parameters), Work.model_validate(config)
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(self._seed(work).integers(2**63))
-            self.model.train()
+        """Train from the server's arrays, and from what this client remembers."""
+        work = Work.model_validate(config)
+        arrays = self._receive(parameters, work)
+        with self._seeded(work):
             trained, loss = self.train(arrays, config, work)
         trained |= {BUFFER + name: to_numpy(tensor) for name, tensor in fixed_tensors(self.model)}
-        return [trained[key] for key in self.keys], len(self.data.train), {"train-loss": loss}
+        self.memory |= {key: trained[key] for key in self.keys if is_own(key, work.own)}
+        return [trained[key] for key in self.shared_keys(work)], len(self.data.train), {"train-loss": loss}
+
+    def shared_keys(self, work: Work) -> list[str]:
+        """The keys of the arrays that go to the server."""
+        return [key for key in self.keys if not is_own(key, work.own)]
 
     def evaluate(self, parameters: list[NDArray[Any]], config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
-        """Score the server's model on the node's test data, at the mean and, with a posterior, by Monte Carlo."""
-        arrays, work = self._receive(parameters), Work.model_validate(config)
+        """Score a model on the node's test data, at the mean and, with a posterior, by Monte Carlo.
+
+        It is the server's or, if the server asks for that, the client's own; then the server's stands beside it as
+        `global-mean-*`.
+        """
+        work = Work.model_validate(config)
+        arrays = self._receive(parameters, work)
         if not len(self.data.test):
             raise UserError("This node has no test data to evaluate on.")
-        test = self.data.dataset.test
+        test, metrics = self.data.dataset.test, {}
         batches = list(self._batches(test, self.data.test, EVALUATION_BATCH))
         labels = torch.from_numpy(np.asarray(test.y[self.data.test], dtype=np.int64))
-        scores = score(predict_mean(self.model, batches), labels).as_dict()
-        metrics = {f"mean-{key}": value for key, value in scores.items()}
-        if (posterior := self.posterior(arrays, config)) is not None:
+        if work.personal:
+            metrics = named("global-mean", predict_mean(self.model, batches), labels)
+            with self._seeded(work):
+                posterior = self.personalise(arrays, config, work)
+        else:
+            posterior = self.posterior(arrays, config)
+        metrics |= named("mean", predict_mean(self.model, batches), labels)
+        if posterior is not None:
             generator = torch.Generator(self.device).manual_seed(int(self._seed(work).integers(2**63)))
             layout = Layout.of(self.model)
             probabilities = predict_mc(self.model, layout, posterior, batches, work.eval_samples, generator)
-            metrics |= {f"mc-{key}": value for key, value in score(probabilities, labels).as_dict().items()}
-        return scores["nll"], len(self.data.test), metrics
+            metrics |= named("mc", probabilities, labels)
+        return metrics["mean-nll"], len(self.data.test), {**metrics, TRAIN_EXAMPLES: len(self.data.train)}
 
     def epochs(self, work: Work) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of all local epochs, shuffled anew in each."""
@@ -162,7 +197,15 @@ class TorchClient(NumPyClient):
     def _seed(self, work: Work) -> np.random.Generator:
         return np.random.default_rng([work.seed, work.server_round, self.client])
 
-    def _receive(self, parameters: list[NDArray[Any]]) -> NDArrays:
+    @contextmanager
+    def _seeded(self, work: Work) -> Iterator[None]:
+        """Train with randomness that seed, round and client decide."""
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(self._seed(work).integers(2**63))
+            self.model.train()
+            yield
+
+    def _receive(self, parameters: list[NDArray[Any]], work: Work) -> NDArrays:
         if len(parameters) != len(self.keys):
             raise UserError(
                 f"The server sent {len(parameters)} arrays but this node's model has {len(self.keys)}: "
@@ -176,8 +219,14 @@ class TorchClient(NumPyClient):
                     f"The server sent {key} with the shape {array.shape} but this node's model has {own}: "
                     "server and node must use the same model."
                 )
+        arrays |= {key: array for key, array in self.memory.items() if is_own(key, work.own)}
         load_model(self.model.to(self.device), arrays)
         return arrays
+
+
+def named(at: str, probabilities: Tensor, labels: Tensor) -> dict[str, float]:
+    """Scores as metrics: ``<at>-accuracy`` and so on."""
+    return {f"{at}-{key}": value for key, value in score(probabilities, labels).as_dict().items()}
 
 
 def mean_loss(losses: list[tuple[Tensor, int]]) -> float:
@@ -195,26 +244,43 @@ def answer_query(message: Message, context: Context) -> Message:
     return Message(RecordDict({"metrics": MetricRecord({"partition-id": number})}), reply_to=message)
 
 
-def answer_train(client: TorchClient, message: Message) -> Message:
-    """One round of local training."""
-    arrays, examples, metrics = client.fit(*_read(client, message))
-    record = to_record(dict(zip(client.keys, arrays, strict=True)))
+def answer_train(client: TorchClient, message: Message, context: Context | None = None) -> Message:
+    """One round of local training; with a context, a client that remembers something finds it in the next round."""
+    parameters, config, work = _read(client, message)
+    state = _state(client, context, work)
+    client.memory = state.before(work.server_round)
+    arrays, examples, metrics = client.fit(parameters, config)
+    if client.memory:
+        state.keep(work.server_round, client.memory, work.checkpoint_every)
+    record = to_record(dict(zip(client.shared_keys(work), arrays, strict=True)))
     content = RecordDict({"arrays": record, "metrics": MetricRecord({NUM_EXAMPLES: examples, **metrics})})
     return Message(content, reply_to=message)
 
 
-def answer_evaluate(client: TorchClient, message: Message) -> Message:
-    """Evaluation on the node's own test data."""
-    loss, examples, metrics = client.evaluate(*_read(client, message))
+def answer_evaluate(client: TorchClient, message: Message, context: Context | None = None) -> Message:
+    """Evaluation on the node's own test data; it leaves what the client remembers as it is."""
+    parameters, config, work = _read(client, message)
+    client.memory = _state(client, context, work).before(work.server_round + 1)
+    loss, examples, metrics = client.evaluate(parameters, config)
     content = RecordDict({"metrics": MetricRecord({NUM_EXAMPLES: examples, "loss": loss, **metrics})})
     return Message(content, reply_to=message)
 
 
-def _read(client: TorchClient, message: Message) -> tuple[list[NDArray[Any]], dict[str, Any]]:
+def _state(client: TorchClient, context: Context | None, work: Work) -> NodeState:
+    """The memory of a node; one without a partition goes by its node id, which a key keeps the same."""
+    if context is None:
+        return NodeState(RecordDict())
+    told = context.node_config.get("state-dir") or context.run_config.get("state-dir") or ""
+    name = f"client-{client.client}" if "partition-id" in context.node_config else f"node-{context.node_id}"
+    return NodeState.of(context.state, str(told), work.run, name)
+
+
+def _read(client: TorchClient, message: Message) -> tuple[list[NDArray[Any]], dict[str, Any], Work]:
     arrays = from_record(message.content.array_records["arrays"])
     if list(arrays) != client.keys:
         raise UserError(
             "The arrays that the server sent do not fit this node's model: server and node must use the same "
             "method and model."
         )
-    return list(arrays.values()), dict(message.content.config_records["config"])
+    config = dict(message.content.config_records["config"])
+    return list(arrays.values()), config, Work.model_validate(config)

@@ -26,13 +26,19 @@ class FedAvgClient(TorchClient):
         loss = self.adam(Plan.model_validate(config), work)
         return self.weights(), loss
 
-    def adam(self, plan: Plan, work: Work, amend: Callable[[int], None] | None = None) -> float:
-        """Local epochs of Adam; the mean loss.
+    def adam(
+        self,
+        plan: Plan,
+        work: Work,
+        amend: Callable[[int], None] | None = None,
+        only: Callable[[str], bool] = lambda name: True,  # noqa: ARG005
+    ) -> float:
+        """Local epochs of Adam on all parameters, or `only` on some by name; the mean loss.
 
         `amend` is called with the batch's size when the weights have the gradient of the batch's mean loss, and may
         change it before the step.
         """
-        params = [p for p in self.model.parameters() if p.requires_grad]
+        params = [p for name, p in self.model.named_parameters() if p.requires_grad and only(name)]
         optimizer = torch.optim.Adam(params, lr=plan.lr, weight_decay=plan.weight_decay, fused=plan.fused)
         losses = []
         for inputs, labels in self.epochs(work):

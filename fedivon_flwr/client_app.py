@@ -17,13 +17,13 @@ app.query()(answer_query)
 @app.train()
 def train(message: Message, context: Context) -> Message:
     """One round of local training."""
-    return answer_train(client_of(context), message)
+    return answer_train(client_of(context), message, context)
 
 
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
     """Evaluation on the node's own test data."""
-    return answer_evaluate(client_of(context), message)
+    return answer_evaluate(client_of(context), message, context)
 
 
 def client_of(context: Context) -> TorchClient:

@@ -100,6 +100,15 @@ def wire_keys(model: nn.Module, hess: bool) -> list[str]:
     return means + (hessians if hess else []) + [BUFFER + name for name, _ in fixed_tensors(model)]
 
 
+def is_own(key: str, prefix: str | None) -> bool:
+    """Whether a parameter or buffer stays with the client.
+
+    >>> is_own("mean/head.bias", "head"), is_own("mean/features.0.bias", "head"), is_own("mean/head.bias", None)
+    (True, False, False)
+    """
+    return prefix is not None and key.partition("/")[2].startswith(prefix)
+
+
 def fixed_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Buffers and frozen parameters: part of the model, but not of the posterior."""
     trainable = set(Layout.of(model).names)

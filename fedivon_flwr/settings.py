@@ -33,6 +33,10 @@ class FlatModel(BaseModel):
 class MethodOptions(FlatModel):
     """A method's own settings: the keys ``<method>.<name>``."""
 
+    personal_lr: float = Field(
+        0.0, ge=0, description="learning rate of the personal models after the last round; 0: that of the last round"
+    )
+
 
 M = TypeVar("M", bound=FlatModel)
 
@@ -77,10 +81,17 @@ class Settings(FlatModel):
     eval_samples: int = Field(8, ge=1, description="weight samples in the evaluations on the way")
     test_samples: int = Field(500, ge=1, description="weight samples in the final evaluation")
 
+    personal: bool = Field(
+        False, description="true: in the end every client makes a personal model and scores it on its own test data"
+    )
+    personal_epochs: int = Field(0, ge=0, description="passes over its data for a personal model; 0: local-epochs")
+    unseen_clients: int = Field(0, ge=0, description="the last so many clients never train, and get personal models only")
+
     checkpoint_every: int = Field(10, ge=1, description="rounds between checkpoints")
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:<number>")
     threads: int = Field(1, ge=0, description="CPU threads of a client (0: all); the last bits depend on it")
     run_dir: str = Field("", description="the run's folder; empty for a new one under runs/")
+    state_dir: str = Field("", description="where nodes keep what they remember; empty for their user's cache folder")
     tensorboard: bool = Field(False, description="true: also write TensorBoard event files")
 
     options: dict[str, dict[str, str | int | Annotated[float, Field(allow_inf_nan=True)] | bool]] = Field(
@@ -89,8 +100,10 @@ class Settings(FlatModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.clients_per_round > self.clients:
-            raise ValueError(f"clients-per-round ({self.clients_per_round}) must not exceed clients ({self.clients})")
+        if self.clients_per_round > self.clients - self.unseen_clients:
+            unseen = f" less unseen-clients ({self.unseen_clients})" if self.unseen_clients else ""
+            asked = f"clients-per-round ({self.clients_per_round})"
+            raise ValueError(f"{asked} must not exceed clients ({self.clients}){unseen}")
         if self.min_replies > self.clients_per_round:
             raise ValueError(
                 f"min-replies ({self.min_replies}) must not exceed clients-per-round ({self.clients_per_round})"
@@ -119,7 +132,7 @@ class Settings(FlatModel):
 
     def record(self) -> dict[str, Scalar]:
         """What is written down about a run: all but where it is, so that a folder can be moved."""
-        return {key: value for key, value in self.to_config().items() if key != "run-dir"}
+        return {key: value for key, value in self.to_config().items() if key not in ("run-dir", "state-dir")}
 
     def identity(self) -> dict[str, Scalar]:
         """What must be equal for a run to be continued: all that decides its outcome, for this method."""

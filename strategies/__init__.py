@@ -28,6 +28,7 @@ def build(settings: Settings) -> FederatedStrategy:
         node_wait=settings.node_wait,
         evaluate_every=settings.evaluate_every if settings.evaluation == "clients" else 0,
         evaluate_clients=settings.clients_per_round,
+        unseen=settings.unseen_clients,
         seed=settings.seed,
     )
     return kind(options, rounds)

@@ -23,7 +23,17 @@ from torch import nn
 
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.posterior import DiagGaussian
-from fedivon_flwr.records import NUM_EXAMPLES, NDArrays, from_record, mismatch, model_arrays, nbytes, tensor, to_record
+from fedivon_flwr.records import (
+    NUM_EXAMPLES,
+    NDArrays,
+    from_record,
+    is_own,
+    mismatch,
+    model_arrays,
+    nbytes,
+    tensor,
+    to_record,
+)
 from fedivon_flwr.settings import MethodOptions
 from strategies.aggregation import weighted_mean
 
@@ -44,6 +54,7 @@ class RoundSettings:
     max_examples: int = 10_000_000  # a client that claims more is refused: it would outweigh the rest
     evaluate_every: int = 0  # rounds between federated evaluations; 0 for none
     evaluate_clients: int = 10
+    unseen: int = 0  # the last so many of `nodes` are never asked to train
     seed: int = 0
 
 
@@ -113,13 +124,15 @@ class FederatedStrategy(Strategy):
 
     options_type: ClassVar[type[MethodOptions]]
     options: MethodOptions
+    has_global: ClassVar[bool] = True  # whether the server's arrays are a model that can be used
+    own: str | None = None  # prefix of the parameters that stay with the clients; None: all are shared
 
     def __init__(self, options: MethodOptions | None = None, rounds: RoundSettings | None = None) -> None:
         self.options = options or self.options_type()
         self.rounds = rounds or RoundSettings()
         self.num_rounds = 1
         self.roster = Roster()
-        self._awaited = self.rounds.nodes  # nodes to wait for before the first round
+        self._awaited = self.rounds.nodes - self.rounds.unseen  # nodes to wait for before the first round
         self._asked: dict[int, int] = {}  # node id → client, of the round under way
         self._sent: NDArrays = {}
         self._refused = self._bytes_up = 0
@@ -138,6 +151,11 @@ class FederatedStrategy(Strategy):
     def evaluate_config(self, server_round: int) -> dict[str, Any]:
         """What clients that evaluate are told besides the round and the seed."""
         return self.train_config(server_round)
+
+    def personal_config(self) -> dict[str, Any]:
+        """What clients are told that make a personal model after the last round, and evaluate it."""
+        told = self.train_config(self.num_rounds)
+        return {**told, "lr": self.options.personal_lr or told["lr"], "personal": True}
 
     @abstractmethod
     def combine(self, replies: Sequence[Reply], sent: NDArrays) -> NDArrays:
@@ -197,7 +215,7 @@ class FederatedStrategy(Strategy):
                 *(server_round, len(accepted), self._refused, missing, self.rounds.min_replies),
             )
             return None, None
-        combined = self.combine(accepted, self._sent)
+        combined = self._sent | self.combine(accepted, self.expected(self._sent))
         if reason := unusable(combined):
             log(WARNING, "Round %d is void: of the outcome, %s", server_round, reason)
             return None, None
@@ -268,6 +286,17 @@ class FederatedStrategy(Strategy):
                 callback(report, arrays)
         return result
 
+    def personal(
+        self, grid: Grid, arrays: ArrayRecord, config: ConfigRecord, clients: Sequence[int], timeout: float | None = None
+    ) -> list[Reply]:
+        """Ask clients to make personal models of the server's arrays; what they tell of them."""
+        online = self.roster.online(grid, self.rounds.node_wait)
+        chosen = [(client, node) for client, node in online if client in set(clients)]
+        extra = self.personal_config()
+        messages = self._messages(chosen, arrays, config, self.num_rounds, MessageType.EVALUATE, extra)
+        deadline = self.rounds.deadline if timeout is None else timeout
+        return self._accept(grid.send_and_receive(messages, timeout=deadline), check_arrays=False)
+
     # Steps of a round
 
     def _stop_if_hopeless(self, server_round: int, void: int) -> None:
@@ -300,7 +329,7 @@ class FederatedStrategy(Strategy):
     def _choose(self, grid: Grid, server_round: int, count: int, purpose: str) -> list[tuple[int, int]]:
         """Draw from the connected clients, once all (or, after `node_wait`, enough) of them are there."""
         give_up = time.monotonic() + self.rounds.node_wait
-        while len(online := self.roster.online(grid, self.rounds.node_wait)) < max(count, self._awaited):
+        while len(online := self._taking_part(grid)) < max(count, self._awaited):
             if time.monotonic() > give_up:
                 if len(online) >= count:
                     log(WARNING, "Going on with %d of %d nodes", len(online), self._awaited)
@@ -314,6 +343,11 @@ class FederatedStrategy(Strategy):
         chosen = draw([client for client, _ in online], count, self.rounds.seed, server_round, purpose)
         return [(client, node) for client, node in online if client in chosen]
 
+    def _taking_part(self, grid: Grid) -> list[tuple[int, int]]:
+        """The connected clients without those that shall stay unseen."""
+        online = self.roster.online(grid, self.rounds.node_wait)
+        return [who for who in online if not self.rounds.unseen or who[0] < self.rounds.nodes - self.rounds.unseen]
+
     def _messages(
         self,
         chosen: Sequence[tuple[int, int]],
@@ -324,7 +358,8 @@ class FederatedStrategy(Strategy):
         extra: Mapping[str, Any],
     ) -> list[Message]:
         self._asked = {node: client for client, node in chosen}
-        told = ConfigRecord({**config, **extra, "server-round": server_round, "seed": self.rounds.seed})
+        own = {} if self.own is None else {"own": self.own}
+        told = ConfigRecord({**config, **extra, **own, "server-round": server_round, "seed": self.rounds.seed})
         content = RecordDict({"arrays": arrays, "config": told})
         return [Message(content, dst_node_id=node, message_type=message_type) for _, node in chosen]
 
@@ -367,8 +402,8 @@ class FederatedStrategy(Strategy):
         return Reply(client, int(examples), arrays, metrics)
 
     def expected(self, sent: NDArrays) -> NDArrays:
-        """Arrays with the keys, shapes and types a reply must have: those that were sent."""
-        return sent
+        """Arrays with the keys, shapes and types a reply must have: those that were sent and are shared."""
+        return {key: array for key, array in sent.items() if not is_own(key, self.own)}
 
 
 def draw(clients: Sequence[int], count: int, seed: int, server_round: int, purpose: str = "train") -> set[int]:

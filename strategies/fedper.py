@@ -1,0 +1,27 @@
+"""FedPer, the server half: the base is averaged, the head stays with the clients (Arivazhagan et al. 2019)."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from fedivon_flwr.settings import MethodOptions
+from strategies import fedavg
+from strategies.base import RoundSettings
+
+
+class Options(fedavg.Options):
+    """The keys ``fedper.*`` of the run config: Adam's, and what is personal."""
+
+    own: str = Field("head", min_length=1, description="the parameters that stay with a client begin with this")
+
+
+class FedPer(fedavg.FedAvg):
+    """Averages what is shared. The server's own head is where every client starts; it is never trained."""
+
+    options_type: ClassVar[type[MethodOptions]] = Options
+    options: Options
+    has_global = False
+
+    def __init__(self, options: Options | None = None, rounds: RoundSettings | None = None) -> None:
+        super().__init__(options, rounds)
+        self.own = self.options.own
