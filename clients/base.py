@@ -108,6 +108,7 @@ class TorchClient(NumPyClient):
         self.model, self.data, self.device, self.client = model, data, torch.device(device), client
         self.keys = wire_keys(model, self.first_hess is not None)
         self.memory: NDArrays = {}
+        self.told: dict[str, float] = {}  # what the server is told of a training besides its arrays
 
     @abstractmethod
     def train(self, arrays: NDArrays, config: Mapping[str, Any], work: Work) -> tuple[NDArrays, float]:
@@ -142,7 +143,8 @@ class TorchClient(NumPyClient):
             trained, loss = self.train(arrays, config, work)
         trained |= {BUFFER + name: to_numpy(tensor) for name, tensor in fixed_tensors(self.model)}
         self.memory |= {key: trained[key] for key in self.keys if is_own(key, work.own)}
-        return [trained[key] for key in self.shared_keys(work)], len(self.data.train), {"train-loss": loss}
+        metrics = {"train-loss": loss, **self.told}
+        return [trained[key] for key in self.shared_keys(work)], len(self.data.train), metrics
 
     def shared_keys(self, work: Work) -> list[str]:
         """The keys of the arrays that go to the server."""
@@ -158,11 +160,12 @@ class TorchClient(NumPyClient):
         arrays = self._receive(parameters, work)
         if not len(self.data.test):
             raise UserError("This node has no test data to evaluate on.")
-        test, metrics = self.data.dataset.test, {}
+        test, metrics = self.data.dataset.test, dict[str, float]()
         batches = list(self._batches(test, self.data.test, EVALUATION_BATCH))
         labels = torch.from_numpy(np.asarray(test.y[self.data.test], dtype=np.int64))
         if work.personal:
             metrics = named("global-mean", predict_mean(self.model, batches), labels)
+            metrics[TRAIN_EXAMPLES] = len(self.data.train)
             with self._seeded(work):
                 posterior = self.personalise(arrays, config, work)
         else:
@@ -173,7 +176,7 @@ class TorchClient(NumPyClient):
             layout = Layout.of(self.model)
             probabilities = predict_mc(self.model, layout, posterior, batches, work.eval_samples, generator)
             metrics |= named("mc", probabilities, labels)
-        return metrics["mean-nll"], len(self.data.test), {**metrics, TRAIN_EXAMPLES: len(self.data.train)}
+        return metrics["mean-nll"], len(self.data.test), metrics
 
     def epochs(self, work: Work) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of all local epochs, shuffled anew in each."""

@@ -6,8 +6,8 @@ from typing import Any, Literal
 from torch.nn.functional import cross_entropy
 
 from clients.base import Told, TorchClient, Work, mean_loss
-from fedivon_flwr.optim import Ivon, IvonSettings
-from fedivon_flwr.posterior import DiagGaussian, Layout
+from fedivon_flwr.optim import Ivon, IvonSettings, write
+from fedivon_flwr.posterior import DiagGaussian, Layout, barycentre
 from fedivon_flwr.records import HESS, MEAN, NDArrays, flat, unflatten
 from fedivon_flwr.settings import kebab
 
@@ -17,6 +17,8 @@ class Plan(Told):
 
     prior: Literal["zero", "server"] = "zero"
     temperature: float = 1.0
+    personalise: Literal["prior", "rkl", "w2"] = "prior"
+    personal_weight: float = 0.5
 
 
 def ivon_settings(config: Mapping[str, Any], examples: int) -> IvonSettings:
@@ -50,7 +52,24 @@ class FedIvonClient(TorchClient):
                 losses.append((loss.detach(), len(labels)))
             optimizer.step()
         trained = unflatten(optimizer.mean(), layout, MEAN) | unflatten(optimizer.hess(), layout, HESS)
+        if plan.personalise != "prior":
+            self.memory |= trained
         return trained, mean_loss(losses)
+
+    def personalise(self, arrays: NDArrays, config: Mapping[str, Any], work: Work) -> DiagGaussian:
+        """The local posterior under the server's as prior; or, without training, one between it and the client's last.
+
+        The latter (a projection) is the barycentre of the two Gaussians, with the weight that the client is told for
+        its own; a client that has never trained has the server's.
+        """
+        plan = Plan.model_validate(config)
+        if plan.personalise == "prior":
+            trained, _ = self.train(arrays, {**config, "prior": "server"}, work)
+            return self.posterior(trained, config)
+        ours, theirs = (self.posterior(part, config) for part in (arrays, self.memory or arrays))
+        between = barycentre(ours, theirs, plan.personal_weight, plan.personalise)
+        write([p for p in self.model.parameters() if p.requires_grad], between.mean)
+        return between
 
     def posterior(self, arrays: NDArrays, config: Mapping[str, Any]) -> DiagGaussian:
         """The server's posterior, on the node's device."""

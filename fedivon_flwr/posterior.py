@@ -8,6 +8,7 @@ flat vectors in model order; `Layout` translates between a vector and named para
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -102,6 +103,20 @@ class DiagGaussian:
         """``KL(self ‖ other) = ½ Σ [ Λ₂/Λ₁ − 1 − log(Λ₂/Λ₁) + Λ₂ (m₁ − m₂)² ]``."""
         ratio = other.precision / self.precision
         return 0.5 * (ratio - 1 - ratio.log() + other.precision * (self.mean - other.mean).square()).sum()
+
+
+def barycentre(first: DiagGaussian, second: DiagGaussian, weight: float, kind: Literal["rkl", "w2"]) -> DiagGaussian:
+    """The Gaussian between two, nearest to both by the weights ``1 − w`` and ``w``.
+
+    ``rkl`` by the reverse Kullback-Leibler divergence: natural parameters are averaged. ``w2`` by the Wasserstein-2
+    distance: means and standard deviations are averaged.
+    """
+    if kind == "rkl":
+        (one, other), (narrow, wide) = zip(first.natural, second.natural, strict=True)
+        return DiagGaussian.from_natural(torch.lerp(one, other, weight), torch.lerp(narrow, wide, weight))
+    return DiagGaussian(
+        torch.lerp(first.mean, second.mean, weight), torch.lerp(first.std, second.std, weight).square().reciprocal()
+    )
 
 
 def product(terms: Iterable[DiagGaussian]) -> DiagGaussian:

@@ -3,6 +3,7 @@
     settings.json            the flat config, all defaults filled in
     provenance.json          versions, git commit, machine
     metrics.jsonl            one object a round
+    clients.jsonl            one object a client: the scores of its personal model
     checkpoints/             round-<n>.safetensors: the server's arrays and state after round n (the last two)
     posterior.safetensors    the outcome, with all that `fedivon predict` needs
     evaluation.safetensors   the final evaluation as far as it got, while it lasts
@@ -11,7 +12,7 @@
     report.md, *.png         the same for people
 
 Files are written to one side and then renamed, so that a kill at any moment leaves the old or the new one; only
-metrics.jsonl is appended to, and a line that was cut off is passed over.
+the .jsonl files are appended to, and a line that was cut off is passed over.
 """
 
 import json
@@ -22,6 +23,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -42,6 +44,7 @@ from fedivon_flwr.settings import Settings
 PACKAGES = ("fedivon-flwr", "flwr", "torch", "torchvision", "ivon-opt", "numpy", "ray")
 KEPT_CHECKPOINTS = 2
 EVALUATION = "evaluation.safetensors"
+STATE = "state"  # what virtual clients remember, while the run lasts
 
 
 @dataclass(frozen=True)
@@ -109,8 +112,23 @@ class RunFolder:
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         """Add a round."""
-        with (self.path / "metrics.jsonl").open("a") as file:
-            file.write(to_json(row) + "\n")
+        append_line(self.path / "metrics.jsonl", row)
+
+    def clients(self) -> list[dict[str, Any]]:
+        """The clients whose personal models have been scored; a line that was cut off is struck."""
+        rows = list(read_lines(path := self.path / "clients.jsonl"))
+        if path.exists():
+            write_bytes(path, "".join(to_json(row) + "\n" for row in rows).encode())
+        return rows
+
+    def append_client(self, row: Mapping[str, Any]) -> None:
+        """Add a client."""
+        append_line(self.path / "clients.jsonl", row)
+
+    @property
+    def name(self) -> str:
+        """What the nodes call the run: the same after a resumption, and another one for every run."""
+        return str(read_json(self.path / "provenance.json").get("id", ""))
 
     def save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Write a checkpoint, then drop the oldest."""
@@ -203,10 +221,21 @@ def runs_folder() -> Path:
     return Path(os.environ.get("FEDIVON_RUNS", "runs"))
 
 
+def append_line(path: Path, row: Mapping[str, Any]) -> None:
+    """Add an object to a .jsonl file."""
+    with path.open("a") as file:
+        file.write(to_json(row) + "\n")
+
+
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The rounds of a run's folder; a line cut off by a kill is left out."""
+    """The rounds of a run's folder."""
+    return read_lines(path / "metrics.jsonl")
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a .jsonl file; a line cut off by a kill is left out, and no file has none."""
     try:
-        lines = (path / "metrics.jsonl").read_text().splitlines()
+        lines = path.read_text().splitlines()
     except (FileNotFoundError, NotADirectoryError):
         return
     for line in lines:
@@ -219,6 +248,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 def provenance() -> dict[str, Any]:
     """Versions, commit and machine."""
     return {
+        "id": uuid.uuid4().hex,
         "versions": versions(),
         "command": command(),
         "git_commit": git_commit(),

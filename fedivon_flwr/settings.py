@@ -44,7 +44,7 @@ M = TypeVar("M", bound=FlatModel)
 class Settings(FlatModel):
     """Everything that decides the outcome of a run, and where it goes."""
 
-    method: str = Field("fedivon", description="fedivon, fedavg or fedlaplace: a file in strategies and in clients")
+    method: str = Field("fedivon", description="fedivon, fedavg, …: a file in strategies and in clients")
     seed: int = Field(
         0, ge=0, lt=2**63, description="draws the initial weights, the clients of a round, batches and noise"
     )
@@ -85,7 +85,7 @@ class Settings(FlatModel):
         False, description="true: in the end every client makes a personal model and scores it on its own test data"
     )
     personal_epochs: int = Field(0, ge=0, description="passes over its data for a personal model; 0: local-epochs")
-    unseen_clients: int = Field(0, ge=0, description="the last so many clients never train, and get personal models only")
+    unseen_clients: int = Field(0, ge=0, description="the last so many clients only get personal models in the end")
 
     checkpoint_every: int = Field(10, ge=1, description="rounds between checkpoints")
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:<number>")

@@ -51,7 +51,7 @@ class NodeState:
         here = int(about["round"]) if about.get("run") == self.run else -1  # type: ignore[arg-type]
         files = {number: path for number, path in self._files().items() if number < server_round}
         newest = max(files, default=-1)
-        if newest <= here < server_round:
+        if 0 <= here < server_round and newest <= here:
             return from_record(self.context.array_records[MEMORY])
         return load_arrays(files[newest])[0] if files else {}
 

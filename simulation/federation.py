@@ -1,8 +1,10 @@
 """A run from its settings to its folder: start or resume, evaluate, keep, report. The same on every grid."""
 
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from logging import INFO
+from statistics import mean
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from fedivon_flwr.models import build
 from fedivon_flwr.posterior import DiagGaussian
 from fedivon_flwr.predict import Partial
 from fedivon_flwr.records import NDArrays, from_record, to_record
-from fedivon_flwr.runs import Checkpoint, RunFolder, save_arrays, versions, write_json
+from fedivon_flwr.runs import STATE, Checkpoint, RunFolder, save_arrays, versions, write_json
 from fedivon_flwr.settings import Settings
 from simulation.report import write_report
 from strategies.base import Callback, FederatedStrategy, RoundReport
@@ -41,17 +43,26 @@ def run(grid: Grid, settings: Settings) -> RunFolder:
         checkpoint = folder.resume() or Checkpoint(0, strategy.model_arrays(model), strategy.state())
         strategy.load_state(checkpoint.state)
         log(INFO, "Run folder: %s (from round %d)", folder.path, checkpoint.round + 1)
+        known: dict[str, str | int] = {
+            "run": folder.name,
+            "batch-size": settings.batch_size,
+            "checkpoint-every": settings.checkpoint_every,
+        }
         result = strategy.start(
             grid,
             to_record(checkpoint.arrays),
             num_rounds=settings.rounds,
-            train_config=ConfigRecord({"local-epochs": settings.local_epochs, "batch-size": settings.batch_size}),
-            evaluate_config=ConfigRecord({"eval-samples": settings.eval_samples}),
+            train_config=ConfigRecord({**known, "local-epochs": settings.local_epochs}),
+            evaluate_config=ConfigRecord({**known, "eval-samples": settings.eval_samples}),
             evaluate_fn=lambda r, arrays: evaluate(evaluator, strategy, settings, r, arrays),
             first_round=checkpoint.round + 1,
             callbacks=callbacks(folder, strategy, settings),
         )
         assert result.arrays is not None
+        if settings.personal:
+            epochs = settings.personal_epochs or settings.local_epochs
+            told = ConfigRecord({**known, "local-epochs": epochs, "eval-samples": settings.test_samples})
+            personal_models(folder, grid, strategy, settings, result.arrays, told)
         finish(folder, strategy, settings, evaluator, result.arrays)
     finally:
         folder.close()
@@ -63,7 +74,7 @@ def evaluate(
 ) -> MetricRecord | None:
     """Score the global model on the server's test data, in the rounds that are due."""
     due = server_round % settings.evaluate_every == 0 or server_round == settings.rounds
-    if settings.evaluation != "server" or not due:
+    if settings.evaluation != "server" or not due or not strategy.has_global:
         return None
     named = from_record(arrays)
     scores = evaluator.predict(named, strategy.posterior(named), settings.eval_samples, server_round).scores()
@@ -163,6 +174,43 @@ class TensorBoard:
         self._writer.flush()
 
 
+def personal_models(
+    folder: RunFolder,
+    grid: Grid,
+    strategy: FederatedStrategy,
+    settings: Settings,
+    arrays: ArrayRecord,
+    config: ConfigRecord,
+) -> None:
+    """Let every client make a personal model, some at a time, and keep what it tells; nobody is asked twice."""
+    done = {row["client"] for row in folder.clients()}
+    everybody = [client for client, _ in strategy.roster.online(grid, settings.node_wait)]
+    todo = [client for client in everybody if client not in done]
+    for start in range(0, len(todo), settings.clients_per_round):
+        asked = todo[start : start + settings.clients_per_round]
+        for reply in strategy.personal(grid, arrays, config, asked):
+            scores = nested(reply.metrics)
+            examples = int(scores.pop("train")["examples"])
+            seen = reply.client < settings.clients - settings.unseen_clients
+            about = {"client": reply.client, "seen": seen, "examples": examples, "test_examples": reply.examples}
+            folder.append_client(about | {at: scores[at] for at in ("global", "mean", "mc") if at in scores})
+        log(INFO, "Personal models: %d of %d clients", len(done) + start + len(asked), len(everybody))
+
+
+def mean_scores(rows: Sequence[Mapping[str, Any]], samples: int) -> dict[str, Any]:
+    """The unweighted mean of clients' scores: of their personal models, and of the server's on the same data."""
+
+    def over(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        return {key: mean(score[key] for score in scores) for key in scores[0]}
+
+    found: dict[str, Any] = {"clients": len(rows)}
+    found |= {at: over([row[at] for row in rows]) for at in ("mean", "mc") if all(at in row for row in rows)}
+    found["global"] = over([row["global"]["mean"] for row in rows])
+    if "mc" in found:
+        found["mc"]["samples"] = samples
+    return found
+
+
 def finish(
     folder: RunFolder, strategy: FederatedStrategy, settings: Settings, evaluator: Evaluator, arrays: ArrayRecord
 ) -> None:
@@ -182,7 +230,7 @@ def finish(
     }
     save_arrays(folder.path / "posterior.safetensors", named, described)
     predictions, earlier = None, 0.0
-    if settings.evaluation == "server":
+    if settings.evaluation == "server" and strategy.has_global:
         log(INFO, "Final evaluation with %d weight samples", settings.test_samples if posterior else 0)
         predictions, earlier = final_predictions(folder, evaluator, named, posterior, settings.test_samples)
     rows = folder.metrics()
@@ -197,9 +245,14 @@ def finish(
         "seconds": round(sum(row["seconds"] for row in rows) + earlier + time.perf_counter() - began, 2),
         "metrics": predictions.scores() if predictions else clients_scores(rows, settings),
     }
-    write_report(folder.path, summary, rows, predictions)
+    people = folder.clients()
+    for name, seen in (("personal", True), ("unseen", False)):
+        if some := [row for row in people if row["seen"] == seen]:
+            summary["metrics"][name] = mean_scores(some, settings.test_samples)
+    write_report(folder.path, summary, rows, predictions, people)
     write_json(folder.path / "summary.json", summary)
     folder.drop_evaluation()
+    shutil.rmtree(folder.path / STATE, ignore_errors=True)
 
 
 def final_predictions(

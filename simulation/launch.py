@@ -23,7 +23,7 @@ import strategies
 from fedivon_flwr.data import load
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.models import build
-from fedivon_flwr.runs import RunFolder, command, git_commit, refuse
+from fedivon_flwr.runs import STATE, RunFolder, command, git_commit, refuse
 from fedivon_flwr.settings import Settings
 from simulation.engine import Resources, ray_grid
 from simulation.report import toml_value
@@ -58,7 +58,7 @@ def with_ray(settings: Settings, resources: Resources) -> None:
     from simulation.federation import run
 
     logging.getLogger("flwr").setLevel(logging.WARNING)  # the progress line says it already
-    with ray_grid(CLIENT_APP, settings.to_config(), settings.clients, resources) as grid:
+    with ray_grid(CLIENT_APP, client_config(settings), settings.clients, resources) as grid:
         run(grid, settings)
 
 
@@ -74,9 +74,14 @@ def with_flwr(settings: Settings, resources: Resources) -> None:
         (run_dir / "flwr.log").open("w") as log,
         superlink(environment(home), log, "--simulation") as address,
     ):
-        flwr_run(app, settings.to_config(), home, address, log, federation(settings.clients, resources))
+        flwr_run(app, client_config(settings), home, address, log, federation(settings.clients, resources))
     if not (run_dir / "summary.json").exists():
         raise UserError(reason_in(run_dir / "flwr.log"))
+
+
+def client_config(settings: Settings) -> dict[str, Any]:
+    """The run config; virtual clients keep what they remember in the run's folder."""
+    return {**settings.to_config(), "state-dir": settings.state_dir or str(Path(settings.run_dir) / STATE)}
 
 
 def federation(nodes: int, resources: Resources) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
-from matplotlib.colors import PowerNorm, to_hex
+from matplotlib.colors import LogNorm, PowerNorm, to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
@@ -23,8 +23,14 @@ COLOURS = {  # Okabe and Ito's palette, safe for the colour-blind; the same meth
     "fedlaplace": "#009e73",
     "fedivon@mean": "#e69f00",
     "fedivon": "#d55e00",
+    "local": "#999999",
+    "pfedme": "#56b4e9",
+    "pfedvem": "#cc79a7",
+    "pfedbayes": "#f0e442",
+    "fedper": "#000000",
+    "fedrep": "#882255",  # of Tol's palette
 }
-OTHER = "#56b4e9"
+OTHER = "#44aa99"
 TRAINING = "#7f7f7f"
 WIDTH = 9.0  # inches: 900 pixels at 100 dpi, the width of a README
 
@@ -121,6 +127,31 @@ def curves_figure(rows: Sequence[Mapping[str, Any]], title: str, method: str) ->
         tidy(axes)
     if loss.lines:
         loss.legend(frameon=False)
+    figure.suptitle(title)
+    return figure
+
+
+def personal_figure(people: Sequence[Mapping[str, Any]], title: str) -> Figure:
+    """Accuracy of the personal against the server's model, for every client on its own test data."""
+    figure = Figure(figsize=(WIDTH * 0.62, 4.6), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    least, most = (bound(row["examples"] for row in people) for bound in (min, max))
+    scale = LogNorm(least, max(most, least + 1))
+    for seen, marker, name in ((True, "o", "took part"), (False, "^", "unseen")):
+        some = [row for row in people if row["seen"] == seen]
+        if some:
+            x = [100 * row["global"]["mean"]["accuracy"] for row in some]
+            y = [100 * row.get("mc", row["mean"])["accuracy"] for row in some]
+            sizes = [row["examples"] for row in some]
+            axes.scatter(x, y, c=sizes, norm=scale, cmap="viridis_r", marker=marker, s=28, label=name)
+    low, high = (bound(*axes.get_xlim(), *axes.get_ylim()) for bound in (min, max))
+    axes.plot([low, high], [low, high], ":", color="black", linewidth=1)
+    axes.set(xlabel="the server's model: accuracy (%)", ylabel="personal model: accuracy (%)")
+    axes.set(xlim=(low, high), ylim=(low, high), aspect="equal")
+    tidy(axes)
+    if not all(row["seen"] for row in people):
+        axes.legend(frameon=False)
+    figure.colorbar(axes.collections[0], ax=axes, label="training examples of the client")
     figure.suptitle(title)
     return figure
 

@@ -19,7 +19,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SCORES = {"accuracy": "accuracy ↑", "ece": "ECE ↓", "nll": "NLL ↓", "brier": "Brier ↓"}
-LABELS = {"fedavg": "FedAvg", "fedlaplace": "FedLaplace", "fedivon": "FedIvon"}
+LABELS = {
+    "fedavg": "FedAvg",
+    "fedlaplace": "FedLaplace",
+    "fedivon": "FedIvon",
+    "local": "Local",
+    "fedper": "FedPer",
+    "fedrep": "FedRep",
+    "pfedme": "pFedMe",
+    "pfedbayes": "pFedBayes",
+    "pfedvem": "pFedVEM",
+}
 AT_MEAN = "@mean"  # a method's row without Monte Carlo
 
 
@@ -34,8 +44,19 @@ def label(row: str) -> str:
 
 
 def rows_of(summary: Mapping[str, Any]) -> list[tuple[str, dict[str, float]]]:
-    """The lines that a run has in a table: at the mean, and by Monte Carlo where there is a posterior."""
+    """The lines that a run has in a table: at the mean, and by Monte Carlo where there is a posterior.
+
+    First the server's model on its test data, then, where there are any, the personal models of the clients that took
+    part and of those that did not, each the mean over clients on their own test data.
+    """
     name, found = label(summary["method"]), summary["metrics"]
+    rows = _rows(name, found)
+    for who in ("personal", "unseen"):
+        rows += _rows(f"{name}, {who}", found.get(who, {}))
+    return rows
+
+
+def _rows(name: str, found: Mapping[str, Any]) -> list[tuple[str, dict[str, float]]]:
     if "mc" not in found:
         return [(name, found["mean"])] if "mean" in found else []
     return [(name + AT_MEAN, found["mean"]), (f"{name} ({found['mc']['samples']} samples)", found["mc"])]
@@ -56,10 +77,14 @@ def markdown_table(summaries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def write_report(
-    folder: Path, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], predictions: Predictions | None
+    folder: Path,
+    summary: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    predictions: Predictions | None,
+    people: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Write report.md, curves.png and (with predictions) reliability.png."""
-    from simulation.plots import curves_figure, reliability_figure, save_figure
+    """Write report.md, curves.png, (with predictions) reliability.png and (with personal models) personal.png."""
+    from simulation.plots import curves_figure, personal_figure, reliability_figure, save_figure
 
     method = summary["method"]
     title = f"{label(method)} on {summary['dataset']}, seed {summary['seed']}"
@@ -76,7 +101,11 @@ def write_report(
             at[method] = (f"Monte Carlo, {predictions.samples} samples", predictions.mc)
         bins = {row: (name, reliability(probs, predictions.labels)) for row, (name, probs) in at.items()}
         save_figure(reliability_figure(bins, title), folder / "reliability.png")
-        text += [markdown_table([summary]), "", "![reliability](reliability.png)", ""]
+    text += [markdown_table([summary]), ""]
+    text += ["![reliability](reliability.png)", ""] if predictions is not None else []
+    if people:
+        save_figure(personal_figure(people, title), folder / "personal.png")
+        text += ["![personal models](personal.png)", ""]
     text += ["![curves](curves.png)", "", "## Settings", "", "```toml"]
     text += [f"{key} = {toml_value(value)}" for key, value in summary["settings"].items()] + ["```", ""]
     write_bytes(folder / "report.md", "\n".join(text).encode())

@@ -165,6 +165,10 @@ class FederatedStrategy(Strategy):
         """Why a reply that passed the common checks is not acceptable; None when it is."""
         return None
 
+    def refuse_metrics(self, metrics: Mapping[str, float]) -> str | None:  # noqa: ARG002
+        """Why what a client tells besides its arrays is not acceptable; None when it is."""
+        return None
+
     def posterior(self, arrays: NDArrays) -> DiagGaussian | None:  # noqa: ARG002
         """The Gaussian over the weights with which the method trains, if it does."""
         return None
@@ -286,16 +290,13 @@ class FederatedStrategy(Strategy):
                 callback(report, arrays)
         return result
 
-    def personal(
-        self, grid: Grid, arrays: ArrayRecord, config: ConfigRecord, clients: Sequence[int], timeout: float | None = None
-    ) -> list[Reply]:
+    def personal(self, grid: Grid, arrays: ArrayRecord, config: ConfigRecord, clients: Sequence[int]) -> list[Reply]:
         """Ask clients to make personal models of the server's arrays; what they tell of them."""
         online = self.roster.online(grid, self.rounds.node_wait)
         chosen = [(client, node) for client, node in online if client in set(clients)]
         extra = self.personal_config()
         messages = self._messages(chosen, arrays, config, self.num_rounds, MessageType.EVALUATE, extra)
-        deadline = self.rounds.deadline if timeout is None else timeout
-        return self._accept(grid.send_and_receive(messages, timeout=deadline), check_arrays=False)
+        return self._accept(grid.send_and_receive(messages, timeout=self.rounds.deadline), check_arrays=False)
 
     # Steps of a round
 
@@ -397,7 +398,7 @@ class FederatedStrategy(Strategy):
             return "a metric is not finite"
         if check_arrays and (reason := mismatch(arrays, self.expected(self._sent)) or unusable(arrays)):
             return reason
-        if check_arrays and (reason := self.refuse(arrays)):
+        if check_arrays and (reason := self.refuse(arrays) or self.refuse_metrics(metrics)):
             return reason
         return Reply(client, int(examples), arrays, metrics)
 

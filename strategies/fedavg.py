@@ -29,7 +29,7 @@ class FedAvg(FederatedStrategy):
 
     def train_config(self, server_round: int) -> dict[str, Any]:
         """Adam's settings; the learning rate decays linearly over the rounds."""
-        told = self.options.model_dump(by_alias=True, exclude={"lr_final"})
+        told = self.options.model_dump(by_alias=True, exclude={"lr_final", "personal_lr"})
         lr = linear_decay(self.options.lr, self.options.lr_final, server_round, self.num_rounds)
         return {**told, "lr": lr}
 

@@ -44,6 +44,11 @@ class Options(MethodOptions):
     temperature: float = Field(
         1.0, ge=0, allow_inf_nan=True, description="β, the strength of the server's posterior as prior"
     )
+    personalise: Literal["prior", "rkl", "w2"] = Field(
+        "prior",
+        description="personal models: prior (trained under the server's posterior), or rkl, w2: the barycentre with it",
+    )
+    personal_weight: float = Field(0.5, ge=0, le=1, description="rkl, w2: the weight of the client's own posterior")
 
 
 class FedIvon(FederatedStrategy):
@@ -67,7 +72,7 @@ class FedIvon(FederatedStrategy):
 
     def train_config(self, server_round: int) -> dict[str, Any]:
         """The clients' IVON settings; the learning rate decays linearly over the rounds."""
-        told = self.options.model_dump(by_alias=True, exclude={"rule", "lr_final", "test_ess"})
+        told = self.options.model_dump(by_alias=True, exclude={"rule", "lr_final", "test_ess", "personal_lr"})
         lr = linear_decay(self.options.lr, self.options.lr_final, server_round, self.num_rounds)
         return {**told, "lr": lr}
 

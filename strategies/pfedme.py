@@ -17,7 +17,7 @@ class Options(MethodOptions):
     lr_personal: float = Field(0.01, gt=0, description="η_p, the learning rate of the personal weights")
     penalty: float = Field(15.0, gt=0, description="how strongly personal weights are drawn to the shared ones")
     inner_steps: int = Field(5, ge=1, description="steps of the personal weights for each batch")
-    mix: float = Field(1.0, gt=0, description="b: the server's weights become (1 − b) times the old plus b times the mean")
+    mix: float = Field(1.0, gt=0, description="b, how far the server goes from its old weights to the mean of the new")
 
 
 class PFedMe(FederatedStrategy):

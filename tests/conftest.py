@@ -25,6 +25,7 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def own_cache(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The user's cache is not touched; data are prepared once for the whole session."""
     monkeypatch.setenv("FEDIVON_CACHE", str(shared_cache))
+    monkeypatch.setenv("FEDIVON_STATE", str(shared_cache / "state"))
 
 
 @pytest.fixture

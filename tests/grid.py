@@ -51,6 +51,7 @@ class LocalGrid(Grid):
         self._run_config, self._app = dict(run_config), app
         self._run = Run.create_empty(run_id=1)
         self._count = 0
+        self.states: dict[int, RecordDict] = {}
 
     def clients(self, message_type: str = "train") -> list[tuple[int, int]]:
         """Who was asked: ``(round, partition)``, sorted."""
@@ -93,9 +94,11 @@ class LocalGrid(Grid):
         config = message.content.config_records.get("config", ConfigRecord())
         self.asked.append((kind, int(config.get("server-round", 0)), partition, dict(config)))  # type: ignore[arg-type]
         mine: dict[str, Any] = {"partition-id": partition, "num-partitions": len(self.partitions)}
-        context = Context(1, node, mine if self.partitioned else {}, RecordDict(), dict(self._run_config))
+        state = self.states.setdefault(node, RecordDict())
+        context = Context(1, node, mine if self.partitioned else {}, state, dict(self._run_config))
         try:
             reply = self._app(message, context)
+            self.states[node] = context.state
         except Exception as error:
             reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)), reply_to=message)
         return self.tamper(reply, partition) if self.tamper and kind == "train" else [reply]

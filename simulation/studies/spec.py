@@ -193,7 +193,12 @@ def run_folder(settings: Settings, name: str) -> Path:
 
 
 def trained_folder(settings: Settings) -> Path | None:
-    """A run that was trained to its end with these settings, whatever it predicted with then; None if there is none."""
+    """A run that was trained to its end with these settings, whatever it predicted with then; None if there is none.
+
+    With personal models there is none: what the clients remembered for them is gone.
+    """
+    if settings.personal:
+        return None
     for path in siblings(Path(settings.run_dir)):
         trained = (path / checkpoint_file(settings.rounds)).exists()
         if trained and same_run(read_json(path / "settings.json"), settings, Settings.training):

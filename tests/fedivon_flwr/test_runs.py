@@ -73,7 +73,7 @@ def test_provenance_tells_versions_and_no_secrets(monkeypatch: pytest.MonkeyPatc
     assert found["versions"].keys() >= {"python", "flwr", "torch", "ivon-opt", "numpy", "ray", "fedivon-flwr"}
     assert found["versions"]["python"] == platform.python_version()
     assert found["versions"]["numpy"] == np.__version__
-    assert found.keys() == {"versions", "command", "git_commit", "started", "machine"}
+    assert found.keys() == {"id", "versions", "command", "git_commit", "started", "machine"}
     text = json.dumps(found)
     for secret in ("a-secret-in-the-environment", str(Path.home()), str(Path.cwd()), platform.node()):
         assert secret not in text
