@@ -71,11 +71,11 @@ def flower_processes() -> set[int]:
     return found
 
 
-@pytest.mark.parametrize("method", ["fedivon", "fedavg"])
+@pytest.mark.parametrize("method", ["fedivon", "fedavg", "pfedbayes"])
 def test_both_engines_give_the_same_numbers_and_leave_nothing_running(tmp_path: Path, method: str) -> None:
     before = flower_processes()
     for engine in ("ray", "flwr"):
-        done = simulate(tmp_path / engine, engine, method=method)
+        done = simulate(tmp_path / engine, engine, method=method, personal=method == "pfedbayes")
         assert done.returncode == 0, done.stderr + done.stdout
     assert flower_processes() - before == set()
     assert_same_outcome(tmp_path / "ray", tmp_path / "flwr")

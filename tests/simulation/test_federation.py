@@ -10,6 +10,7 @@ import pytest
 import torch
 from grid import SMALL, LocalGrid
 
+import clients
 import strategies
 from fedivon_flwr.cli import make_settings
 from fedivon_flwr.data import load
@@ -48,6 +49,83 @@ def test_a_run_writes_all_that_it_promises(tmp_path: Path) -> None:
         assert row["bytes_up"] == row["bytes_down"] > 0
     assert (tmp_path / "run" / "report.md").exists()
     assert "run-dir" not in summary["settings"]
+
+
+def test_personal_models_are_scored_client_by_client(tmp_path: Path) -> None:
+    chosen = settings(tmp_path / "run", personal=True, **{"unseen-clients": 2, "partitioner": "classes"})
+    run(LocalGrid(chosen.to_config(), chosen.clients), chosen)
+    people = [json.loads(line) for line in (tmp_path / "run" / "clients.jsonl").read_text().splitlines()]
+    parts = clients.split("digits", clients.partition_spec(chosen))
+    assert [row["client"] for row in people] == [0, 1, 2, 3, 4, 5]
+    assert [row["seen"] for row in people] == [True] * 4 + [False] * 2
+    assert [row["examples"] for row in people] == [len(part) for part in parts]
+    data = load("digits")
+    for row, part in zip(people, parts, strict=True):
+        assert row["test_examples"] == np.isin(data.test.y, data.train.y[part]).sum() < len(data.test)
+    metrics = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
+    for name, some in (("personal", people[:4]), ("unseen", people[4:])):
+        assert metrics[name]["clients"] == len(some)
+        for at in ("mean", "mc"):  # however many examples a client has
+            assert metrics[name][at]["nll"] == pytest.approx(np.mean([row[at]["nll"] for row in some]))
+        assert metrics[name]["global"]["accuracy"] == pytest.approx(
+            np.mean([row["global"]["mean"]["accuracy"] for row in some])
+        )
+    assert metrics["personal"]["mc"]["samples"] == 3
+    report = (tmp_path / "run" / "report.md").read_text()
+    assert "FedIvon, personal@mean" in report
+    assert "personal.png" in report
+    assert (tmp_path / "run" / "personal.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("method", ["pfedbayes", "fedper", "pfedvem"])
+def test_a_run_with_memory_goes_on_from_a_checkpoint_to_the_same_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Killed two rounds after a checkpoint, with new processes afterwards: the nodes' disks have what is needed."""
+    changes = {"method": method, "personal": True, "rounds": 9, "checkpoint-every": 2, "clients-per-round": 2}
+    whole, broken = (settings(tmp_path / name, **changes) for name in ("whole", "broken"))
+    run(LocalGrid(whole.to_config(), whole.clients), whole)
+
+    def kill(folder: RunFolder, row: Any) -> None:
+        if row["round"] == 7:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "append_metrics", kill)
+        with pytest.raises(KeyboardInterrupt):
+            run(LocalGrid(broken.to_config(), broken.clients), broken)
+    run(LocalGrid(broken.to_config(), broken.clients), broken)
+    one, other = (load_arrays(tmp_path / name / "posterior.safetensors")[0] for name in ("whole", "broken"))
+    for key in one:
+        np.testing.assert_array_equal(one[key], other[key])
+    first, second = ((tmp_path / name / "clients.jsonl").read_text() for name in ("whole", "broken"))
+    assert first == second
+
+
+def test_personal_models_that_were_interrupted_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"method": "local", "personal": True, "clients-per-round": 2}
+    whole, broken = (settings(tmp_path / name, **changes) for name in ("whole", "broken"))
+    run(LocalGrid(whole.to_config(), whole.clients), whole)
+    append = RunFolder.append_client
+
+    def kill(folder: RunFolder, row: Any) -> None:
+        append(folder, row)
+        if row["client"] == 2:
+            with (folder.path / "clients.jsonl").open("a") as file:
+                file.write('{"client": 3, "se')  # in the middle of a line
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "append_client", kill)
+        with pytest.raises(KeyboardInterrupt):
+            run(LocalGrid(broken.to_config(), broken.clients), broken)
+    grid = LocalGrid(broken.to_config(), broken.clients)
+    run(grid, broken)
+    assert sorted(who for _, who in grid.clients("evaluate")) == [3, 4, 5]
+    assert (tmp_path / "broken" / "clients.jsonl").read_text() == (tmp_path / "whole" / "clients.jsonl").read_text()
+    metrics = json.loads((tmp_path / "broken" / "summary.json").read_text())["metrics"]
+    assert set(metrics) == {"personal"}  # no global model
+    assert not (tmp_path / "broken" / "state").exists()
 
 
 def test_the_predictions_of_the_test_set_are_kept(tmp_path: Path) -> None:
