@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from torch import nn
 from torch.nn.functional import cross_entropy
 
-from clients.base import Told, TorchClient, Work, mean_loss
+from clients.base import LocalData, Told, TorchClient, Work, mean_loss
 from fedivon_flwr.optim import Ivon, IvonSettings, write
 from fedivon_flwr.posterior import DiagGaussian, Layout, barycentre
 from fedivon_flwr.records import HESS, MEAN, NDArrays, flat, unflatten
@@ -25,6 +26,17 @@ def ivon_settings(config: Mapping[str, Any], examples: int) -> IvonSettings:
     """IVON's part of what a client with this many examples is told."""
     told = {name: config[kebab(name)] for name in IvonSettings.model_fields if kebab(name) in config}
     return IvonSettings(**{**told, "ess": float(examples)} if told.get("ess") == "local" else told)
+
+
+def personal_arrays(
+    model: nn.Module, arrays: NDArrays, data: LocalData, ivon: IvonSettings, temperature: float, work: Work
+) -> NDArrays:
+    """A site's personal posterior, for the wire: IVON on its data under a global posterior as prior."""
+    told = {kebab(name): value for name, value in ivon.model_dump().items()}
+    config = {**told, "prior": "server", "temperature": temperature, **work.model_dump(by_alias=True)}
+    client = FedIvonClient(model, data)
+    trained, _, _ = client.fit([arrays[key] for key in client.keys], {k: v for k, v in config.items() if v is not None})
+    return dict(zip(client.keys, trained, strict=True))
 
 
 class FedIvonClient(TorchClient):

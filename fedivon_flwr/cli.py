@@ -1,4 +1,4 @@
-"""The `fedivon` command: simulate, study, calibrate, data, predict, runs."""
+"""The `fedivon` command: simulate, study, calibrate, data, predict, personalize, runs."""
 
 import json
 import signal
@@ -308,6 +308,56 @@ def predict(
     out.print(table)
     if limit and len(names) > limit:
         out.print(f"… and {len(names) - limit} more (--limit 0 shows all)", highlight=False)
+
+
+@app.command()
+def personalize(
+    posterior: Annotated[Path, typer.Argument(help="A run's folder or its posterior.safetensors (of FedIvon).")],
+    data: Annotated[Path, typer.Argument(help="The site's .npz: x_train, y_train and maybe x_test, y_test.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The personal posterior to write.")] = Path(
+        "personal.safetensors"
+    ),
+    temperature: Annotated[float, typer.Option(min=0.0, help="β, strength of the global posterior as prior.")] = 1.0,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the data.")] = 5,
+    lr: Annotated[float, typer.Option(min=1e-9, help="Learning rate.")] = 0.1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Examples in a step.")] = 32,
+    samples: Annotated[int, typer.Option(min=0, help="Weight samples for the scores; 0 predicts at the mean.")] = 64,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of batches and noise.")] = 0,
+    model: Annotated[str | None, typer.Option(help="package.module:function of a model that you trust.")] = None,
+) -> None:
+    """Make a site's personal posterior from a global one, which is its prior; `fedivon predict` takes either."""
+    import numpy as np
+    import torch
+
+    from clients.base import LocalData, Work
+    from clients.fedivon import personal_arrays
+    from fedivon_flwr.metrics import score
+    from fedivon_flwr.optim import IvonSettings
+    from fedivon_flwr.runs import load_arrays, save_arrays
+    from fedivon_flwr.trained import Trained, posterior_file, site_data
+    from simulation.report import SCORES, number
+
+    trained, (arrays, about) = Trained.load(posterior, model), load_arrays(posterior_file(posterior))
+    if about["method"] != "fedivon":
+        raise UserError(f"'{posterior}' is of the method '{about['method']}' but must be a posterior of FedIvon.")
+    dataset, settings = site_data(data, trained), about["settings"]
+    ivon = IvonSettings(
+        lr=lr, ess=about["ess"], weight_decay=about["weight_decay"], hess_init=settings.get("fedivon.hess-init", 1.0)
+    )
+    work = Work(seed=seed, local_epochs=epochs, batch_size=batch_size)
+    found = personal_arrays(trained.model, arrays, LocalData.whole(dataset), ivon, temperature, work)
+    made = {"temperature": temperature, "epochs": epochs, "lr": lr, "examples": len(dataset.train)}
+    try:
+        save_arrays(output, found, {**about, "personal": made})
+    except OSError as error:
+        raise UserError(f"The file '{output}' cannot be written ({error.strerror}).") from None
+    table = Table("", *SCORES.values(), title=f"on the {len(dataset.test)} test examples of {data.name}")
+    labels = torch.from_numpy(np.array(dataset.test.y))
+    for name, path in (("global", posterior), ("personal", output)):
+        scores = score(Trained.load(path, model).predict(dataset.test.x, samples, seed), labels).as_dict()
+        table.add_row(name, *(number(scores[key]) for key in SCORES))
+    out.print(table)
+    out.print(f"personal posterior: {output}", highlight=False, soft_wrap=True)
 
 
 @runs_app.command("list")

@@ -3,7 +3,7 @@
 import zipfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedivon_flwr.data import normalise
+from fedivon_flwr.data import Dataset, load, normalise
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.models import build
 from fedivon_flwr.posterior import DiagGaussian, Layout
@@ -40,7 +40,7 @@ class Trained:
 
         A file that names a model outside of this project would run code of its choice; it must be named as `trusted`.
         """
-        arrays, about = load_arrays(path / "posterior.safetensors" if path.is_dir() else path)
+        arrays, about = load_arrays(posterior_file(path))
         if "model" not in about:
             raise UserError(f"The file '{path}' is a checkpoint of an unfinished run; finish the run first.")
         if ":" in about["model"] and about["model"] != trusted:
@@ -68,6 +68,24 @@ class Trained:
     def _batches(self, x: NDArray[np.generic]) -> Iterator[Tensor]:
         for start in range(0, len(x), BATCH):
             yield normalise(x[start : start + BATCH], self.mean, self.std, torch.device("cpu"))
+
+
+def posterior_file(path: Path) -> Path:
+    """The file itself, or that of a run's folder."""
+    return path / "posterior.safetensors" if path.is_dir() else path
+
+
+def site_data(path: Path, trained: Trained) -> Dataset:
+    """A site's own ``.npz``, normalised as the network was trained; refused where it does not fit the network."""
+    dataset = load(str(path))
+    if dataset.shape != trained.shape:
+        raise UserError(f"The inputs in '{path}' have the shape {dataset.shape} but the model takes {trained.shape}.")
+    if dataset.classes > trained.classes:
+        raise UserError(
+            f"The labels in '{path}' go up to {dataset.classes - 1} but the model knows the classes 0 to "
+            f"{trained.classes - 1}."
+        )
+    return replace(dataset, classes=trained.classes, mean=trained.mean, std=trained.std)
 
 
 def read_inputs(path: Path, shape: tuple[int, ...]) -> tuple[list[str], NDArray[np.generic]]:

@@ -183,7 +183,6 @@ def test_pfedme_finds_the_proximal_operator_of_a_quadratic(monkeypatch: pytest.M
     """``f(θ) = ½ ‖X θ − y‖²`` has ``prox(w) = (XᵀX + μ I)⁻¹ (Xᵀ y + μ w)``; then ``w ← w − η μ (w − θ)``."""
     generator = np.random.default_rng(0)
     x, target = generator.normal(size=(20, 3)).astype(np.float32), torch.from_numpy(generator.normal(size=(20, 2)))
-    monkeypatch.setattr(clients.pfedme, "cross_entropy", lambda out, _: 0.5 * (out - ordered).square().sum())
     model = nn.Linear(3, 2, bias=False)
     local = LocalData.of(x, np.arange(20) % 2, x, np.arange(20) % 2)
     client = PFedMeClient(model, local)
@@ -192,6 +191,7 @@ def test_pfedme_finds_the_proximal_operator_of_a_quadratic(monkeypatch: pytest.M
     work = Work.model_validate(config)
     order = client._seed(work).permutation(20)
     ordered = target[order].float()
+    monkeypatch.setattr(clients.pfedme, "cross_entropy", lambda out, _: 0.5 * (out - ordered).square().sum())
     sent = fit(client, config)
     features = torch.from_numpy(x).double()
     prox = torch.linalg.solve(features.T @ features + 4.0 * torch.eye(3), features.T @ target + 4.0 * w.T).T

@@ -303,3 +303,58 @@ def test_a_file_cannot_make_us_run_code(tmp_path: Path) -> None:
         Trained.load(tmp_path)
     with pytest.raises(UserError, match="--model os:system"):
         Trained.load(tmp_path, "other:function")
+
+
+# Personal posteriors
+
+
+def site(path: Path, classes: tuple[int, ...] = (0, 1, 2), **changes: Any) -> Path:
+    """A site that has digits of a few classes."""
+    data = load("digits")
+    arrays: dict[str, Any] = {}
+    for part, split in (("train", data.train), ("test", data.test)):
+        here = np.isin(split.y, classes)
+        arrays |= {f"x_{part}": split.x[here], f"y_{part}": split.y[here]}
+    np.savez(path, **(arrays | changes))
+    return path
+
+
+def test_a_site_gets_a_personal_posterior(fedivon: Command, run: Path, tmp_path: Path) -> None:
+    own = site(tmp_path / "own.npz")
+    ended = fedivon("personalize", run, own, "-o", tmp_path / "mine.safetensors", "--samples", 8)
+    assert ended.code == 0, ended
+    everybody, mine = Trained.load(run), Trained.load(tmp_path / "mine.safetensors")
+    with np.load(own) as file:
+        x, y = file["x_test"], torch.from_numpy(file["y_test"])
+    before, after = (score(trained.predict(x, 8, 0), y).as_dict() for trained in (everybody, mine))
+    assert after["nll"] < before["nll"]
+    for scores in (before, after):
+        assert f"{scores['nll']:.4f}" in ended.out
+    kept = fedivon("predict", tmp_path / "mine.safetensors", own, "--samples", 2)
+    assert kept.code == 0
+    again = fedivon("personalize", run, own, "-o", tmp_path / "again.safetensors", "--samples", 8)
+    assert again.out.replace("again", "mine") == ended.out
+
+
+def test_an_infinite_strength_keeps_the_global_posterior(fedivon: Command, run: Path, tmp_path: Path) -> None:
+    words = ("-o", tmp_path / "same.safetensors", "--temperature", "inf", "--samples", 0)
+    assert fedivon("personalize", run, site(tmp_path / "own.npz"), *words).code == 0
+    one, other = Trained.load(run).posterior, Trained.load(tmp_path / "same.safetensors").posterior
+    assert one is not None
+    assert other is not None
+    torch.testing.assert_close(one.mean, other.mean)
+    torch.testing.assert_close(one.precision, other.precision)
+
+
+def test_what_does_not_fit_is_one_sentence(fedivon: Command, run: Path, fedavg_run: Path, tmp_path: Path) -> None:
+    own = site(tmp_path / "own.npz")
+    assert_refused(fedivon("personalize", fedavg_run, own), "'fedavg'", "FedIvon")
+    assert_refused(fedivon("personalize", run, tmp_path / "nope.npz"), "There is no data file")
+    high = site(tmp_path / "high.npz", y_test=np.full(np.isin(load("digits").test.y, (0, 1, 2)).sum(), 10))
+    assert_refused(fedivon("personalize", run, high), "go up to 10", "0 to 9")
+    wide = np.zeros((4, 9, 9), np.uint8)
+    np.savez(tmp_path / "wide.npz", x_train=wide, x_test=wide, y_train=np.arange(4), y_test=np.arange(4))
+    assert_refused(fedivon("personalize", run, tmp_path / "wide.npz"), "(1, 9, 9)", "(1, 8, 8)")
+    ended = fedivon("personalize", run, own, "-o", tmp_path / "nope" / "file")
+    assert ended.code == 2
+    assert "cannot be written" in ended.err
