@@ -216,7 +216,8 @@ def _draw(axes: Axes, points: Sequence[Point]) -> None:
     groups = list(dict.fromkeys(point.group for point in points))
     methods = list(dict.fromkeys(point.method for point in points))
     for point in points:
-        x = groups.index(point.group) + 0.16 * (methods.index(point.method) - (len(methods) - 1) / 2)
+        step = min(0.16, 0.8 / len(methods))
+        x = groups.index(point.group) + step * (methods.index(point.method) - (len(methods) - 1) / 2)
         if point.paper is not None:
             axes.plot(x, point.paper, "o", markersize=9, fillstyle="none", color=colour(point.method), alpha=0.6)
         if point.value is not None:

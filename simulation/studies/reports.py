@@ -21,13 +21,14 @@ from fedivon_flwr.errors import UserError
 from fedivon_flwr.evaluation import draw_seed
 from fedivon_flwr.metrics import Reliability, ood_auroc, reliability
 from fedivon_flwr.registry import Registry
-from fedivon_flwr.runs import load_arrays, read_json, read_metrics, write_bytes
+from fedivon_flwr.runs import load_arrays, read_json, read_lines, read_metrics, write_bytes
 from fedivon_flwr.trained import Trained
 from simulation.plots import (
     Curve,
     Point,
     colour,
     convergence_figure,
+    personal_figure,
     reliability_figure,
     save_figure,
     scores_figure,
@@ -48,6 +49,8 @@ from simulation.studies.tables import (
     table_markdown,
 )
 
+CALIBRATION = ("ece", "nll", "brier")
+PERSONAL_DRAWN = ("pm_accuracy", "gm_accuracy", "pm_ece", "gm_ece")
 OOD_EXAMPLES = 5000  # of each of the two datasets
 MOST_PANELS = 4  # side by side
 FEW_SAMPLES = (
@@ -91,11 +94,14 @@ def both(figure: Any, folder: Path, name: str, alt: str) -> str:
     return f"![{alt}](figures/{name}.png)"
 
 
-def write_table(study: Study, table: Sequence[Cell], folder: Path, name: str = "scores") -> list[str]:
-    """table.csv, one figure or one for each dataset, and the Markdown of both."""
+def write_table(
+    study: Study, table: Sequence[Cell], folder: Path, name: str = "scores", drawn: Sequence[str] = ()
+) -> list[str]:
+    """table.csv, one figure or one for each dataset (of all metrics, or those `drawn`), and the Markdown of both."""
     second = name != "scores" and "scores" in study.reports
     write_bytes(folder / (f"table-{name}.csv" if second else "table.csv"), table_csv(study, table))
     lines = [*table_markdown(study, table), "", explanation(table), ""]
+    table = [cell for cell in table if not drawn or cell.metric in drawn]
     if not any(cell.values for cell in table):
         return lines
     if not study.column:
@@ -178,6 +184,46 @@ class OodTable(Report):
         lines = write_table(study, cells(study, runs, ["auroc"], auroc), folder, "ood")
         pairs = [f"{Path(preset).stem} against {Path(study.unseen[preset]).stem}" for preset in study.presets]
         return [*lines, f"Known against unknown data: {', '.join(pairs)}.", ""]
+
+
+class PersonalTable(Report):
+    """Personal models on the clients' own test data, beside the global one on all of it."""
+
+    key = "people"
+
+    def check(self, study: Study) -> None:
+        """The runs must make personal models."""
+        if lacking := next((p for p in study.presets if not study.settings_of(p).personal), None):
+            raise UserError(f"The report 'personal' needs the setting 'personal = true', which '{lacking}' lacks.")
+
+    def collect(self, job: Job, study: Study) -> list[dict[str, Any]]:  # noqa: ARG002
+        """Every client's accuracy, with its personal and with the server's model."""
+        return list(read_lines(Path(job.settings.run_dir) / "clients.jsonl"))
+
+    def write(self, study: Study, runs: Sequence[Run], folder: Path) -> list[str]:
+        """The table, and a figure of the clients of each dataset and variant."""
+
+        def scores(run: Run, method: str) -> Mapping[str, float | None]:
+            pm = scores_at({"metrics": run["metrics"]["personal"]}, method)
+            gm = scores_at(run, method) if "mean" in run["metrics"] else {}
+            return {f"{at}_{key}": part[key] for at, part in (("pm", pm), ("gm", gm)) for key in SCORES if key in part}
+
+        metrics = ["pm_accuracy", "gm_accuracy", *(f"{at}_{key}" for at in ("pm", "gm") for key in CALIBRATION)]
+        lines = write_table(study, cells(study, runs, metrics, scores), folder, "personal", PERSONAL_DRAWN)
+        lines += [
+            "PM: mean over clients, each on the test data of its classes. GM: the server's model, on all of it.",
+            "",
+        ]
+        methods = {method.removesuffix(AT_MEAN) for method in study.methods}
+        shown = "fedivon" if "fedivon" in methods else min(methods)
+        for preset, variant in itertools.product(study.presets, [v.label for v in study.variants] or [""]):
+            mine = select(runs, preset=preset, variant=variant, method=shown)
+            if mine:
+                name = "-".join(part for part in ("clients", Path(preset).stem, variant) if part)
+                title = f"{label(shown)}: {Path(preset).stem}" + (f", {study.column} = {variant}" if variant else "")
+                figure = personal_figure(min(mine, key=lambda run: run["seed"])["people"], title)
+                lines += [both(figure, folder, name, f"every client's models, {title}"), ""]
+        return lines
 
 
 class Curves(Report):
@@ -342,6 +388,7 @@ class Partitions(Report):
 
 REPORTS.add("scores")(ScoreTable())
 REPORTS.add("ood")(OodTable())
+REPORTS.add("personal")(PersonalTable())
 REPORTS.add("curves")(Curves())
 REPORTS.add("reliability")(ReliabilityDiagrams())
 REPORTS.add("partitions")(Partitions())

@@ -59,8 +59,8 @@ class Study(FlatModel):
     column: str = Field("", description="what the variants vary")
     variants: list[Variant] = Field(default_factory=list, description="tables with a label and settings")
     unseen: dict[str, str] = Field(default_factory=dict, description="datasets that are foreign to a preset's")
-    paper: dict[str, dict[str, dict[str, float]]] = Field(
-        default_factory=dict, description="the paper's numbers, by preset, method and metric"
+    paper: dict[str, dict[str, dict[str, float | dict[str, float]]]] = Field(
+        default_factory=dict, description="the paper's numbers, by preset, method, metric and maybe label of a variant"
     )
 
     @model_validator(mode="after")

@@ -11,9 +11,13 @@ from typing import Any
 from simulation.report import AT_MEAN, SCORES, label
 from simulation.studies.spec import Study
 
-UNITS = {"accuracy": 100.0}  # the paper gives accuracy in per cent
-DIGITS = {"accuracy": 2}  # decimals; 4 otherwise
-METRICS = {**SCORES, "accuracy": "accuracy (%) ↑", "auroc": "AUROC ↑"}
+TABLE_SCORES = {**SCORES, "accuracy": "accuracy (%) ↑"}
+METRICS = {
+    **TABLE_SCORES,
+    "auroc": "AUROC ↑",
+    **{f"pm_{metric}": f"PM {words}" for metric, words in TABLE_SCORES.items()},  # personal models
+    **{f"gm_{metric}": f"GM {words}" for metric, words in TABLE_SCORES.items()},  # the global model
+}
 
 Run = Mapping[str, Any]  # a JSON file of the results
 Values = Callable[[Run, str], Mapping[str, float | None]]  # a run's scores as a row of a table
@@ -43,10 +47,15 @@ class Cell:
 
     def text(self) -> str:
         """For the Markdown table, e.g. ``62.71 ± 0.20 (62.54)``; a dash where no run has finished."""
-        digits = DIGITS.get(self.metric, 4)
+        digits = 2 if in_per_cent(self.metric) else 4
         ours = "-" if self.mean is None else f"{self.mean:.{digits}f}"
         spread = "" if self.std is None else f" ± {self.std:.{digits}f}"
         return ours + spread + ("" if self.paper is None else f" ({self.paper:.{digits}f})")
+
+
+def in_per_cent(metric: str) -> bool:
+    """Whether a metric is given in per cent, as the paper gives accuracy."""
+    return metric.endswith("accuracy")
 
 
 def scores_at(run: Run, method: str) -> Mapping[str, float | None]:
@@ -69,10 +78,11 @@ def cells(study: Study, runs: Sequence[Run], metrics: Sequence[str], values: Val
                 ]
                 paper = study.paper.get(preset, {}).get(method, {})
                 for metric in metrics:
-                    ours = [scores[metric] for scores in mine]
-                    known = tuple(UNITS.get(metric, 1.0) * value for value in ours if value is not None)
+                    ours = [scores.get(metric) for scores in mine]
+                    known = tuple(100 * value if in_per_cent(metric) else value for value in ours if value is not None)
                     where = (preset, names[preset], variant, method, metric)
-                    found.append(Cell(*where, known, paper.get(metric)))
+                    given = paper.get(metric)
+                    found.append(Cell(*where, known, given.get(variant) if isinstance(given, dict) else given))
     return found
 
 

@@ -82,7 +82,7 @@ def test_the_studies_of_the_project_are_sound(name: str, quick: bool) -> None:
         assert set(methods) <= set(study.methods)
         assert preset in study.presets
     if quick:
-        assert study.presets == ["digits"]  # which comes with a package
+        assert {study.settings_of(preset).dataset for preset in study.presets} == {"digits"}  # comes with a package
         assert all(job.settings.rounds <= 60 for job in jobs(study))
 
 
@@ -99,6 +99,15 @@ def test_the_methods_of_a_table_share_split_start_and_schedule() -> None:
         first = [strategies.build(settings).model_arrays(model) for settings in mine]
         for arrays in first:
             assert all(np.array_equal(arrays[key], array) for key, array in first[0].items())
+
+
+def test_the_paper_may_have_a_number_for_each_variant() -> None:
+    table = cells(load_study("table-personalised"), [], ["pm_accuracy", "gm_accuracy"])
+    given = {(cell.preset, cell.variant, cell.method, cell.metric): cell.paper for cell in table}
+    assert given["pfl-cifar10", "100", "fedivon", "pm_accuracy"] == 72.6
+    assert given["pfl-cifar100", "200", "pfedvem", "gm_accuracy"] == 49.2
+    assert given["pfl-cifar10", "50", "local", "pm_accuracy"] == 56.9
+    assert given["pfl-cifar10", "50", "local", "gm_accuracy"] is None
 
 
 def test_the_numbers_of_the_paper_are_those_of_the_paper() -> None:
@@ -537,6 +546,14 @@ def test_every_study_runs_in_its_quick_form(name: str, tmp_path: Path, shared_ru
         metrics = 4 if "scores" in study.reports else 1
         assert len(rows) == len(study.methods) * max(1, len(study.variants)) * metrics
         assert all(row["mean"] and row["seeds"] == "1" for row in rows)
+    if "personal" in study.reports:
+        with (results / "table.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        assert set(rows[0]) == {"dataset", "method", study.column, "metric", "mean", "std", "seeds", "paper"}
+        assert len(rows) == len(study.methods) * len(study.variants) * 8
+        no_global = {"local", "fedper", "fedrep"}
+        for row in rows:
+            assert bool(row["mean"]) == (row["metric"].startswith("pm_") or row["method"] not in no_global)
 
 
 @pytest.fixture(scope="module")
