@@ -24,7 +24,7 @@ import shutil
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -47,6 +47,9 @@ EVALUATION = "evaluation.safetensors"
 STATE = "state"  # what virtual clients remember, while the run lasts
 
 
+Complete = Callable[[Settings], Settings]
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """All that the next round needs."""
@@ -64,10 +67,10 @@ class RunFolder:
         self._lock = FileLock(path / ".lock")
 
     @classmethod
-    def open(cls, settings: Settings) -> "RunFolder":
+    def open(cls, settings: Settings, complete: Complete = lambda settings: settings) -> "RunFolder":
         """A new folder, or the one that `run-dir` names: continued when its settings agree, refused otherwise."""
         path = (Path(settings.run_dir) if settings.run_dir else new_path(settings)).resolve()
-        refuse(path, settings)  # before anything is written there
+        refuse(path, settings, complete)  # before anything is written there
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -76,7 +79,7 @@ class RunFolder:
         folder = cls(path)
         folder.lock()
         try:
-            refuse(path, settings)  # again: until here another process might have had it
+            refuse(path, settings, complete)  # again: until here another process might have had it
         except UserError:
             folder.close()
             raise
@@ -186,8 +189,11 @@ def fork(source: Path, path: Path, settings: Settings) -> None:
     scratch.rename(path)
 
 
-def refuse(path: Path, settings: Settings) -> None:
-    """Raise when a folder can not become, or go on as, the folder of a run with these settings."""
+def refuse(path: Path, settings: Settings, complete: Complete = lambda settings: settings) -> None:
+    """Raise when a folder can not become, or go on as, the folder of a run with these settings.
+
+    `complete` gives settings of an earlier version the options that their method has got since.
+    """
     if not path.exists():
         return
     if not path.is_dir():
@@ -196,7 +202,7 @@ def refuse(path: Path, settings: Settings) -> None:
         if not all(p.name in (".lock", "flwr.log", "provenance.json") or p.suffix == ".part" for p in path.iterdir()):
             raise UserError(f"The folder '{path}' is not empty and holds no run; choose another run-dir.")
         return
-    before, now = Settings.from_config(old).identity(), settings.identity()
+    before, now = complete(Settings.from_config(old)).identity(), settings.identity()
     if changed := sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key)):
         key = changed[0]
         raise UserError(

@@ -35,7 +35,7 @@ def run(grid: Grid, settings: Settings) -> RunFolder:
     strategy, dataset = strategies.build(settings), load(settings.dataset)
     model = build(settings.model, dataset.shape, dataset.classes, settings.seed)
     evaluator = Evaluator(model, dataset, pick_device(settings.device), settings.seed)
-    folder = RunFolder.open(settings)
+    folder = RunFolder.open(settings, strategies.complete)
     try:
         if folder.finished:
             log(INFO, "The run in %s is finished already.", folder.path)

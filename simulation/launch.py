@@ -47,7 +47,7 @@ def check(settings: Settings, wait: bool = False) -> None:
     build(settings.model, dataset.shape, dataset.classes, settings.seed)
     clients.pick_device(settings.device)
     folder = RunFolder(Path(settings.run_dir))
-    refuse(folder.path, settings)
+    refuse(folder.path, settings, strategies.complete)
     if folder.path.exists() and not wait:
         folder.lock()
         folder.close()

@@ -218,6 +218,17 @@ def test_other_settings_are_refused(
     RunFolder.open(settings).close()  # and it is not locked afterwards
 
 
+def test_a_run_goes_on_when_its_method_has_got_an_option_since(folder: RunFolder, settings: Settings) -> None:
+    folder.close()
+
+    def complete(given: Settings) -> Settings:
+        return given.model_copy(update={"options": {"fedivon": {"lr": 0.5, **given.options.get("fedivon", {})}}})
+
+    RunFolder.open(complete(settings), complete).close()
+    with pytest.raises(UserError, match=r"fedivon\.lr = 0\.5, now 0\.1"):
+        RunFolder.open(settings.model_copy(update={"options": {"fedivon": {"lr": 0.1}}}), complete)
+
+
 HOLD = """
 import sys
 from fedivon_flwr.runs import RunFolder
