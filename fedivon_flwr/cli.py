@@ -249,6 +249,7 @@ def calibrate(
     examples: Annotated[int, typer.Option(min=1, help="Training images that no client holds.")] = 2000,
     samples: Annotated[int, typer.Option(min=1, help="Weight samples.")] = 16,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file to write.")] = None,
+    model: Annotated[str | None, typer.Option(help="package.module:function of a model that you trust.")] = None,
 ) -> None:
     """Try other widths of a posterior, λ h + prior, on training images that no client holds."""
     from simulation.calibration import calibrate as scores_of
@@ -257,7 +258,7 @@ def calibrate(
     priors = prior_precision or []
     if bad := [value for value in (*ess, *priors) if not 0 < value < float("inf")]:
         raise UserError(f"The value {bad[0]:g} of --ess or --prior-precision must be positive.")
-    found = scores_of(run, ess, priors, examples, samples)
+    found = scores_of(run, ess, priors, examples, samples, trusted=model)
     table = Table("λ", "prior", *SCORES.values(), title=f"{found['method']} after round {found['round']}")
     table.add_row("at the mean", "", *(number(found["mean"][key]) for key in SCORES))
     for row in found["grid"]:

@@ -43,11 +43,7 @@ class Trained:
         arrays, about = load_arrays(posterior_file(path))
         if "model" not in about:
             raise UserError(f"The file '{path}' is a checkpoint of an unfinished run; finish the run first.")
-        if ":" in about["model"] and about["model"] != trusted:
-            raise UserError(
-                f"The file '{path}' wants to run the function '{about['model']}' for its model; if you trust it, "
-                f"say --model {about['model']}."
-            )
+        check_trust(path, about["model"], trusted)
         shape = tuple(int(side) for side in about["shape"])
         model = build(about["model"], shape, int(about["classes"]), seed=0)
         load_model(model, arrays)
@@ -68,6 +64,14 @@ class Trained:
     def _batches(self, x: NDArray[np.generic]) -> Iterator[Tensor]:
         for start in range(0, len(x), BATCH):
             yield normalise(x[start : start + BATCH], self.mean, self.std, torch.device("cpu"))
+
+
+def check_trust(path: Path, model: str, trusted: str | None) -> None:
+    """Refuse to run a function for the model that a file names and the user does not."""
+    if ":" in model and model != trusted:
+        raise UserError(
+            f"The file '{path}' wants to run the function '{model}' for its model; if you trust it, say --model {model}."
+        )
 
 
 def posterior_file(path: Path) -> Path:

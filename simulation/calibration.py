@@ -23,7 +23,7 @@ from fedivon_flwr.posterior import DiagGaussian
 from fedivon_flwr.records import HESS, MEAN, flat, load_model
 from fedivon_flwr.runs import load_arrays, read_json
 from fedivon_flwr.settings import Settings
-from fedivon_flwr.trained import Trained
+from fedivon_flwr.trained import Trained, check_trust
 
 
 def held_out(settings: Settings, examples: int) -> np.ndarray:
@@ -39,7 +39,13 @@ def held_out(settings: Settings, examples: int) -> np.ndarray:
 
 
 def calibrate(
-    folder: Path, ess: Sequence[float], priors: Sequence[float], examples: int, samples: int, seed: int = 0
+    folder: Path,
+    ess: Sequence[float],
+    priors: Sequence[float],
+    examples: int,
+    samples: int,
+    seed: int = 0,
+    trusted: str | None = None,
 ) -> dict[str, Any]:
     """Scores of a run on held-out training images: at the mean, and for every λ and every prior precision.
 
@@ -48,6 +54,7 @@ def calibrate(
     if (saved := read_json(folder / "settings.json")) is None:
         raise UserError(f"The folder '{folder}' holds no run.")
     settings = Settings.from_config(saved)
+    check_trust(folder, settings.model, trusted)
     checkpoints = sorted((folder / "checkpoints").glob("round-*.safetensors"))
     arrays, about = load_arrays(checkpoints[-1] if checkpoints else folder / "posterior.safetensors")
     if not any(key.startswith(HESS) for key in arrays):

@@ -9,7 +9,7 @@ from grid import LocalGrid
 
 import clients
 from fedivon_flwr.data import load
-from fedivon_flwr.runs import read_json
+from fedivon_flwr.runs import read_json, write_json
 from fedivon_flwr.settings import Settings
 from simulation.calibration import calibrate, held_out
 from simulation.federation import run
@@ -61,6 +61,13 @@ def test_bad_input_is_one_sentence(fedivon: Command, folder: Path, tmp_path: Pat
     assert_refused(fedivon("calibrate", tmp_path / "nope", *grid), "holds no run")
     assert_refused(fedivon("calibrate", folder, "--ess", 0, "--prior-precision", 1), "0", "must be positive")
     assert_refused(fedivon("calibrate", folder, *grid, "--examples", 1400), "1400", "--examples")
+
+
+def test_code_of_a_foreign_run_is_not_run(fedivon: Command, folder: Path) -> None:
+    saved = read_json(folder / "settings.json")
+    write_json(folder / "settings.json", saved | {"model": "evil:make"})
+    words = ("--ess", 1, "--prior-precision", 100, "--examples", 20, "--samples", 1)
+    assert_refused(fedivon("calibrate", folder, *words), "evil:make", "--model")
 
 
 def test_a_file_that_cannot_be_written_is_said(fedivon: Command, folder: Path, tmp_path: Path) -> None:
