@@ -70,7 +70,8 @@ def check_trust(path: Path, model: str, trusted: str | None) -> None:
     """Refuse to run a function for the model that a file names and the user does not."""
     if ":" in model and model != trusted:
         raise UserError(
-            f"The file '{path}' wants to run the function '{model}' for its model; if you trust it, say --model {model}."
+            f"The file '{path}' wants to run the function '{model}' for its model; if you trust it, "
+            f"say --model {model}."
         )
 
 
