@@ -148,6 +148,12 @@ class FederatedStrategy(Strategy):
     def train_config(self, server_round: int) -> dict[str, Any]:
         """What the clients are told besides the round and the seed."""
 
+    def decaying(self, server_round: int, *without: str) -> dict[str, Any]:
+        """The options as clients are told them: with the round's learning rate, and without what is the server's."""
+        options: Any = self.options
+        told: dict[str, Any] = options.model_dump(by_alias=True, exclude={"lr_final", "personal_lr", *without})
+        return {**told, "lr": linear_decay(options.lr, options.lr_final, server_round, self.num_rounds)}
+
     def evaluate_config(self, server_round: int) -> dict[str, Any]:
         """What clients that evaluate are told besides the round and the seed."""
         return self.train_config(server_round)

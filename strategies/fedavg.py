@@ -7,7 +7,7 @@ from pydantic import Field
 
 from fedivon_flwr.records import NDArrays
 from fedivon_flwr.settings import MethodOptions
-from strategies.base import FederatedStrategy, Reply, average, linear_decay
+from strategies.base import FederatedStrategy, Reply, average
 
 
 class Options(MethodOptions):
@@ -29,9 +29,7 @@ class FedAvg(FederatedStrategy):
 
     def train_config(self, server_round: int) -> dict[str, Any]:
         """Adam's settings; the learning rate decays linearly over the rounds."""
-        told = self.options.model_dump(by_alias=True, exclude={"lr_final", "personal_lr"})
-        lr = linear_decay(self.options.lr, self.options.lr_final, server_round, self.num_rounds)
-        return {**told, "lr": lr}
+        return self.decaying(server_round)
 
     def combine(self, replies: Sequence[Reply], sent: NDArrays) -> NDArrays:
         """``Σ N_k θ_k / Σ N``."""

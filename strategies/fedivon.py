@@ -18,7 +18,6 @@ from strategies.base import (
     Reply,
     RoundSettings,
     average,
-    linear_decay,
     weights,
 )
 
@@ -72,9 +71,7 @@ class FedIvon(FederatedStrategy):
 
     def train_config(self, server_round: int) -> dict[str, Any]:
         """The clients' IVON settings; the learning rate decays linearly over the rounds."""
-        told = self.options.model_dump(by_alias=True, exclude={"rule", "lr_final", "test_ess", "personal_lr"})
-        lr = linear_decay(self.options.lr, self.options.lr_final, server_round, self.num_rounds)
-        return {**told, "lr": lr}
+        return self.decaying(server_round, "rule", "test_ess")
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

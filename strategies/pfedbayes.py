@@ -13,7 +13,7 @@ from fedivon_flwr.posterior import DiagGaussian
 from fedivon_flwr.records import HESS, MEAN, NDArrays, flat, model_arrays, tensor
 from fedivon_flwr.settings import MethodOptions
 from strategies.aggregation import weighted_mean
-from strategies.base import FederatedStrategy, Reply, average, linear_decay, weights
+from strategies.base import FederatedStrategy, Reply, average, weights
 
 
 class Options(MethodOptions):
@@ -38,8 +38,7 @@ class PFedBayes(FederatedStrategy):
 
     def train_config(self, server_round: int) -> dict[str, Any]:
         """The learning rate decays linearly over the rounds."""
-        lr = linear_decay(self.options.lr, self.options.lr_final, server_round, self.num_rounds)
-        return {"lr": lr, "zeta": self.options.zeta, "mc-samples": self.options.mc_samples}
+        return self.decaying(server_round, "rho_init")
 
     def refuse(self, arrays: NDArrays) -> str | None:
         """A precision must be positive."""

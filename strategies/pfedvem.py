@@ -8,7 +8,7 @@ from pydantic import Field
 from fedivon_flwr.records import MEAN, NDArrays, is_own, tensor
 from fedivon_flwr.settings import MethodOptions
 from strategies.aggregation import weighted_mean
-from strategies.base import FederatedStrategy, Reply, average, linear_decay
+from strategies.base import FederatedStrategy, Reply, average
 
 HEAD, VARIANCE = "head", "head-variance"
 
@@ -34,9 +34,7 @@ class PFedVEM(FederatedStrategy):
 
     def train_config(self, server_round: int) -> dict[str, Any]:
         """The learning rate of the base decays linearly over the rounds."""
-        told = self.options.model_dump(by_alias=True, exclude={"lr_final", "personal_lr"})
-        lr = linear_decay(self.options.lr, self.options.lr_final, server_round, self.num_rounds)
-        return {**told, "lr": lr}
+        return self.decaying(server_round)
 
     def refuse_metrics(self, metrics: Mapping[str, float]) -> str | None:
         """The variance must be there, and positive."""
