@@ -26,6 +26,7 @@ from fedivon_flwr.posterior import DiagGaussian, Layout
 from fedivon_flwr.predict import predict_mc, predict_mean
 from fedivon_flwr.records import (
     BUFFER,
+    MEAN,
     NUM_EXAMPLES,
     NDArrays,
     fixed_tensors,
@@ -145,6 +146,10 @@ class TorchClient(NumPyClient):
         self.memory |= {key: trained[key] for key in self.keys if is_own(key, work.own)}
         metrics = {"train-loss": loss, **self.told}
         return [trained[key] for key in self.shared_keys(work)], len(self.data.train), metrics
+
+    def weights(self) -> NDArrays:
+        """The trained weights, for the wire."""
+        return {MEAN + name: to_numpy(p) for name, p in self.model.named_parameters() if p.requires_grad}
 
     def shared_keys(self, work: Work) -> list[str]:
         """The keys of the arrays that go to the server."""

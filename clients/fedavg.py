@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from clients.base import Told, TorchClient, Work, mean_loss
-from fedivon_flwr.records import MEAN, NDArrays, to_numpy
+from fedivon_flwr.records import NDArrays
 
 
 class Plan(Told):
@@ -50,7 +50,3 @@ class FedAvgClient(TorchClient):
             optimizer.step()
             losses.append((loss.detach(), len(labels)))
         return mean_loss(losses)
-
-    def weights(self) -> NDArrays:
-        """The trained weights, for the wire."""
-        return {MEAN + name: to_numpy(p) for name, p in self.model.named_parameters() if p.requires_grad}

@@ -19,7 +19,7 @@ from fedivon_flwr.errors import UserError
 from fedivon_flwr.meanfield import MeanField
 from fedivon_flwr.optim import write
 from fedivon_flwr.posterior import DiagGaussian, Layout
-from fedivon_flwr.records import MEAN, NDArrays, to_numpy
+from fedivon_flwr.records import NDArrays, to_numpy
 
 CERTAIN = 1e12  # precision of the base, which is no random variable here
 HEAD, PRECISION, VARIANCE = "head", "precision", "head-variance"
@@ -58,8 +58,7 @@ class PFedVEMClient(TorchClient):
             PRECISION: to_numpy(found.precision),
             VARIANCE: np.array(variance, np.float32),
         }
-        weights = {MEAN + name: to_numpy(p) for name, p in self.model.named_parameters() if p.requires_grad}
-        return weights, loss
+        return self.weights(), loss
 
     def personalise(self, arrays: NDArrays, config: Mapping[str, Any], work: Work) -> DiagGaussian:
         """Base and head after one more local update; only the head is uncertain."""
