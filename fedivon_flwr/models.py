@@ -13,6 +13,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from fedivon_flwr.convolution import Conv2d
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.registry import Registry
 
@@ -94,7 +95,7 @@ def _pooled(inputs: int, outputs: int, kernel: int, padding: int = 0) -> list[nn
 
     Pooling comes first because ReLU is monotone: the outcome is the same on a quarter of the activations.
     """
-    return [nn.Conv2d(inputs, outputs, kernel, padding=padding), nn.MaxPool2d(2), nn.ReLU()]
+    return [Conv2d(inputs, outputs, kernel, padding=padding), nn.MaxPool2d(2), nn.ReLU()]
 
 
 def _images(name: str, shape: Shape, least: int) -> tuple[int, int, int]:
