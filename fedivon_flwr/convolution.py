@@ -1,9 +1,9 @@
-"""Convolution in the frequency domain: on a CPU a 5×5 kernel then costs half of what PyTorch's own takes.
+"""Convolution in the frequency domain, which makes large kernels with many channels faster on a CPU.
 
-A valid cross-correlation ``y[p] = Σ_q x[p + q] w[q]`` is, in the frequencies of a discrete Fourier transform (DFT) as
-long as `x`, a product, ``ŷ = x̂ · conj(ŵ)``: what wraps around falls on places that are cut off. Both gradients are of the
-same kind: ``x̂' = ŷ' · ŵ`` and ``ŵ' = x̂ · conj(ŷ')``. A direct convolution multiplies every input by 25 weights, this one
-by about 2 complex ones, and the transforms of so small images are products with small matrices.
+A valid cross-correlation ``y[p] = Σ_q x[p + q] w[q]`` is a product in the frequencies of a discrete Fourier transform
+(DFT) as long as `x`: ``ŷ = x̂ · conj(ŵ)``. What wraps around falls on places that are cut off. Both gradients are of
+the same kind, ``x̂' = ŷ' · ŵ`` and ``ŵ' = x̂ · conj(ŷ')``. For small images the DFT itself is a product with a small
+matrix.
 
 Mathieu, Henaff, LeCun: Fast training of convolutional networks through FFTs, ICLR 2014.
 """
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-# Below these the transforms cost more than they save, and so they do where no gradient is asked for.
+# Below these the transforms cost more than they save.
 LEAST_KERNEL = 25  # weights of a kernel
 LEAST_CHANNELS = 32
 LEAST_BATCH = 8
@@ -38,7 +38,7 @@ class Conv2d(nn.Conv2d):
         plain = self.padding == (0, 0) and self.stride == self.dilation == (1, 1) and self.groups == 1
         large = math.prod(self.kernel_size) >= LEAST_KERNEL and min(self.weight.shape[:2]) >= LEAST_CHANNELS
         on_cpu = input.device.type == "cpu" and input.dtype == self.weight.dtype == torch.float32
-        return plain and large and on_cpu and input.ndim == 4 and len(input) >= LEAST_BATCH and torch.is_grad_enabled()
+        return plain and large and on_cpu and input.ndim == 4 and len(input) >= LEAST_BATCH
 
 
 def correlate(inputs: Tensor, weights: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def _waves(length: int, frequencies: int, places: int) -> Complex:
 
 
 def spectrum(signals: Tensor, size: Size) -> Complex:
-    """DFTs of `(H, W, A, B)` real signals along the first two dimensions: real and imaginary part, `(frequency, A, B)`."""
+    """Real and imaginary part, `(frequency, A, B)`, of the DFTs of real signals `(H, W, A, B)` along H and W."""
     height, width, *rest = signals.shape
     known = tables(size, (height, width))
     half = (known.rows @ signals.reshape(height, -1)).view(len(known.rows) // 2, 2 * width, -1)
@@ -146,7 +146,8 @@ def inverse(spectra: Complex, size: Size, part: Size) -> Tensor:
 
 
 def times_conj(a: Complex, b: Complex) -> Complex:
-    """``a · conj(b)``, a product of matrices for every frequency."""
-    re = torch.baddbmm(torch.bmm(a[0], b[0]), a[1], b[1])
-    im = torch.baddbmm(torch.bmm(a[1], b[0]), a[0], b[1], alpha=-1)
+    """``a · conj(b)``, a product of matrices for every frequency, with three real products instead of four."""
+    both = torch.bmm(a[0] + a[1], b[0])
+    re = torch.baddbmm(both, a[1], b[1] - b[0])
+    im = torch.baddbmm(both, a[0], b[0] + b[1], alpha=-1)
     return re, im
