@@ -6,6 +6,7 @@ Machines are noisy, so everything is a ratio or a pair of numbers taken in turn;
 import json
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ from rich.table import Table
 
 import clients
 import strategies
+from fedivon_flwr import convolution
 from fedivon_flwr.data import load
 from fedivon_flwr.memory import keep_freed_memory
 from fedivon_flwr.models import build
@@ -54,6 +57,7 @@ def main() -> None:
             ("transport", transport),
             ("engine against loops", lambda: engine_against_loops(data)),
             ("IVON against Adam", lambda: ivon_against_adam(data)),
+            ("convolution against PyTorch's", lambda: convolution_against_pytorch(data)),
             ("aggregation against copying", aggregation_against_copy),
         ):
             began = time.perf_counter()
@@ -283,6 +287,18 @@ def ivon_against_adam(data: str) -> dict[str, Any]:
         "ivon_over_adam": float(np.median(times[:, 0] / times[:, 1])),
         "ivon_over_fused_adam": float(np.median(times[:, 0] / times[:, 2])),
     }
+
+
+def convolution_against_pytorch(data: str) -> dict[str, Any]:
+    """Time of a client's local update with our convolution over that with PyTorch's, in turn."""
+    torch.set_num_threads(1)
+    fit = trainer(cnn_settings(data, "fedavg"))
+    ratios = []
+    for client in range(CNN_CLIENTS):
+        ours = seconds(partial(fit, 1, client))
+        with patch.object(convolution, "LEAST_BATCH", sys.maxsize):
+            ratios.append(ours / seconds(partial(fit, 1, client)))
+    return {"convolution_over_pytorch": median(ratios[1:])}
 
 
 def aggregation_against_copy(clients_: int = 10, numel: int = 2_000_000) -> dict[str, Any]:
