@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from clients.base import LocalData, TorchClient
-from fedivon_flwr.data import PartitionSpec, load, partition
+from fedivon_flwr.data import NODES, Contract, Dataset, PartitionSpec, load, partition
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.models import build as build_model
 from fedivon_flwr.registry import Plugins
@@ -19,17 +20,30 @@ from fedivon_flwr.settings import Settings
 CLIENTS: Plugins[type[TorchClient]] = Plugins("method", "clients", TorchClient)  # type: ignore[type-abstract]
 
 
-def build(settings: Settings, node_config: Mapping[str, Any]) -> TorchClient:
+def build(settings: Settings, node_config: Mapping[str, Any], node_id: int = 0) -> TorchClient:
     """The client that the settings name, on this node's data.
 
-    A node with a ``partition-id`` has that part of the dataset; a node without has all of it. Data, split and
+    With seed and round, a node's ``partition-id`` decides batches and noise, or else its node id. Data, split and
     model are kept in the process, so that the virtual clients of one process share them.
     """
+    data = local_data(settings, node_config)
+    model = _model(settings.model, data.dataset.shape, data.dataset.classes)
+    number = int(node_config.get("partition-id", node_id))
+    return CLIENTS[settings.method](model, data, pick_device(settings.device), number)
+
+
+def local_data(settings: Settings, node_config: Mapping[str, Any]) -> LocalData:
+    """A node's data: its own, or its part of a dataset, or, for a node without a ``partition-id``, all of that."""
+    if settings.dataset == NODES:
+        if not node_config.get("data"):
+            raise UserError(
+                f"The key 'dataset' is '{NODES}' but this node has no data; start it with data=\"/path/to/own.npz\" in "
+                "its --node-config."
+            )
+        return LocalData.whole(contract(settings).fit(load(str(Path(str(node_config["data"])).absolute()))))
     dataset = load(settings.dataset)
-    model = _model(settings.model, dataset.shape, dataset.classes)
-    kind, device = CLIENTS[settings.method], pick_device(settings.device)
     if "partition-id" not in node_config:
-        return kind(model, LocalData.whole(dataset), device)
+        return LocalData.whole(dataset)
     number = int(node_config["partition-id"])
     if (count := int(node_config.get("num-partitions", settings.clients))) != settings.clients:
         raise UserError(
@@ -38,9 +52,23 @@ def build(settings: Settings, node_config: Mapping[str, Any]) -> TorchClient:
         )
     if not 0 <= number < settings.clients:
         raise UserError(f"The node's partition-id is {number} but must be from 0 to {settings.clients - 1}.")
-    return kind(
-        model, LocalData.part(dataset, split(settings.dataset, partition_spec(settings))[number]), device, number
-    )
+    return LocalData.part(dataset, split(settings.dataset, partition_spec(settings))[number])
+
+
+def server_data(settings: Settings) -> Dataset:
+    """The dataset as the server sees it: without examples if these are on the nodes."""
+    dataset = contract(settings).without_data() if settings.dataset == NODES else load(settings.dataset)
+    if settings.evaluation == "server" and not len(dataset.test):
+        raise UserError(
+            f"The key 'evaluation' is 'server' but with the dataset '{settings.dataset}' the server has no test data; "
+            "use 'clients' or 'none'."
+        )
+    return dataset
+
+
+def contract(settings: Settings) -> Contract:
+    """What the data of all nodes must have in common."""
+    return Contract.parse(settings.input_shape, settings.classes, settings.pixel_mean, settings.pixel_std)
 
 
 def partition_spec(settings: Settings) -> PartitionSpec:

@@ -287,7 +287,7 @@ def predict(
     from fedivon_flwr.trained import Trained, read_inputs
 
     trained = Trained.load(posterior, model, ess)
-    names, x = read_inputs(inputs, trained.shape)
+    names, x = read_inputs(inputs, trained.inputs.shape)
     probabilities = trained.predict(x, samples, seed)
     uncertainty = entropy(probabilities)
     if as_json:
@@ -314,7 +314,9 @@ def predict(
 @app.command()
 def personalize(
     posterior: Annotated[Path, typer.Argument(help="A run's folder or its posterior.safetensors (of FedIvon).")],
-    data: Annotated[Path, typer.Argument(help="The site's .npz: x_train, y_train and maybe x_test, y_test.")],
+    data: Annotated[
+        Path, typer.Argument(help="The site's .npz (x_train, y_train, maybe x_test, y_test) or folder of images.")
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The personal posterior to write.")] = Path(
         "personal.safetensors"
     ),
@@ -332,16 +334,17 @@ def personalize(
 
     from clients.base import LocalData, Work
     from clients.fedivon import personal_arrays
+    from fedivon_flwr.data import load
     from fedivon_flwr.metrics import score
     from fedivon_flwr.optim import IvonSettings
     from fedivon_flwr.runs import load_arrays, save_arrays
-    from fedivon_flwr.trained import Trained, posterior_file, site_data
+    from fedivon_flwr.trained import Trained, posterior_file
     from simulation.report import SCORES, number
 
     trained, (arrays, about) = Trained.load(posterior, model), load_arrays(posterior_file(posterior))
     if about["method"] != "fedivon":
         raise UserError(f"'{posterior}' is of the method '{about['method']}' but must be a posterior of FedIvon.")
-    dataset, settings = site_data(data, trained), about["settings"]
+    dataset, settings = trained.inputs.fit(load(str(data.resolve()))), about["settings"]
     ivon = IvonSettings(
         lr=lr, ess=about["ess"], weight_decay=about["weight_decay"], hess_init=settings.get("fedivon.hess-init", 1.0)
     )
@@ -352,12 +355,13 @@ def personalize(
         save_arrays(output, found, {**about, "personal": made})
     except OSError as error:
         raise UserError(f"The file '{output}' cannot be written ({error.strerror}).") from None
-    table = Table("", *SCORES.values(), title=f"on the {len(dataset.test)} test examples of {data.name}")
-    labels = torch.from_numpy(np.array(dataset.test.y))
-    for name, path in (("global", posterior), ("personal", output)):
-        scores = score(Trained.load(path, model).predict(dataset.test.x, samples, seed), labels).as_dict()
-        table.add_row(name, *(number(scores[key]) for key in SCORES))
-    out.print(table)
+    if len(dataset.test):
+        table = Table("", *SCORES.values(), title=f"on the {len(dataset.test)} test examples of {data.name}")
+        labels = torch.from_numpy(np.array(dataset.test.y))
+        for name, path in (("global", posterior), ("personal", output)):
+            scores = score(Trained.load(path, model).predict(dataset.test.x, samples, seed), labels).as_dict()
+            table.add_row(name, *(number(scores[key]) for key in SCORES))
+        out.print(table)
     out.print(f"personal posterior: {output}", highlight=False, soft_wrap=True)
 
 

@@ -31,4 +31,4 @@ def client_of(context: Context) -> TorchClient:
     settings = Settings.from_config(context.run_config)
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    return clients.build(settings, context.node_config)
+    return clients.build(settings, context.node_config, context.node_id)

@@ -50,7 +50,13 @@ class Settings(FlatModel):
     )
     rounds: int = Field(100, ge=1, description="communication rounds")
 
-    dataset: str = Field("digits", description="a name of `fedivon data list`, or a path to an .npz file")
+    dataset: str = Field(
+        "digits", description="a name of `fedivon data list`, a path to own data, or nodes: every node has its own"
+    )
+    input_shape: str = Field("", description="nodes: the shape of an input, e.g. 3x32x32 for images, 30 for features")
+    classes: int = Field(0, ge=0, description="nodes: the number of classes")
+    pixel_mean: str = Field("", description="nodes: mean of a channel's pixels from 0 to 1, e.g. 0.49,0.48,0.45")
+    pixel_std: str = Field("", description="nodes: their standard deviation; without both, pixels go from -1 to 1")
     model: str = Field("mlp", description="mlp, cnn, lenet, pfl-cifar10, pfl-cifar100, or package.module:function")
 
     clients: int = Field(200, ge=1, description="number of partitions, i.e. of (virtual) nodes")

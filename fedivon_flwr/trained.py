@@ -3,7 +3,7 @@
 import zipfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedivon_flwr.data import Dataset, load, normalise
+from fedivon_flwr.data import IMAGES, Contract, normalise, read_image
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.models import build
 from fedivon_flwr.posterior import DiagGaussian, Layout
@@ -20,7 +20,6 @@ from fedivon_flwr.records import HESS, MEAN, flat, load_model
 from fedivon_flwr.runs import load_arrays
 
 BATCH = 256
-IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
 
 
 @dataclass(frozen=True)
@@ -29,10 +28,7 @@ class Trained:
 
     model: nn.Module
     posterior: DiagGaussian | None
-    shape: tuple[int, ...]
-    classes: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    inputs: Contract
 
     @classmethod
     def load(cls, path: Path, trusted: str | None = None, ess: float | None = None) -> "Trained":
@@ -52,7 +48,8 @@ class Trained:
             vectors = flat(arrays, MEAN), flat(arrays, HESS)
             ess = ess or about.get("test_ess", about["ess"])
             posterior = DiagGaussian.from_hess(*vectors, ess, about["weight_decay"])
-        return cls(model, posterior, shape, about["classes"], tuple(about["mean"]), tuple(about["std"]))
+        inputs = Contract(shape, int(about["classes"]), tuple(about["mean"]), tuple(about["std"]))
+        return cls(model, posterior, inputs)
 
     def predict(self, x: NDArray[np.generic], samples: int, seed: int = 0) -> Tensor:
         """Class probabilities `(N, K)`: by Monte Carlo, or at the mean for 0 samples or without a posterior."""
@@ -63,7 +60,7 @@ class Trained:
 
     def _batches(self, x: NDArray[np.generic]) -> Iterator[Tensor]:
         for start in range(0, len(x), BATCH):
-            yield normalise(x[start : start + BATCH], self.mean, self.std, torch.device("cpu"))
+            yield normalise(x[start : start + BATCH], self.inputs.mean, self.inputs.std, torch.device("cpu"))
 
 
 def check_trust(path: Path, model: str, trusted: str | None) -> None:
@@ -78,19 +75,6 @@ def check_trust(path: Path, model: str, trusted: str | None) -> None:
 def posterior_file(path: Path) -> Path:
     """The file itself, or that of a run's folder."""
     return path / "posterior.safetensors" if path.is_dir() else path
-
-
-def site_data(path: Path, trained: Trained) -> Dataset:
-    """A site's own ``.npz``, normalised as the network was trained; refused where it does not fit the network."""
-    dataset = load(str(path))
-    if dataset.shape != trained.shape:
-        raise UserError(f"The inputs in '{path}' have the shape {dataset.shape} but the model takes {trained.shape}.")
-    if dataset.classes > trained.classes:
-        raise UserError(
-            f"The labels in '{path}' go up to {dataset.classes - 1} but the model knows the classes 0 to "
-            f"{trained.classes - 1}."
-        )
-    return replace(dataset, classes=trained.classes, mean=trained.mean, std=trained.std)
 
 
 def read_inputs(path: Path, shape: tuple[int, ...]) -> tuple[list[str], NDArray[np.generic]]:
@@ -131,14 +115,8 @@ def _read_npz(path: Path, shape: tuple[int, ...]) -> tuple[list[str], NDArray[np
 
 
 def _read_image(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    from PIL import Image, UnidentifiedImageError
-
     channels, height, width = shape
-    try:
-        with Image.open(path) as image:
-            pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"), dtype=np.uint8)
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError):  # PIL calls a broken PNG a SyntaxError
-        raise UserError(f"The file '{path}' cannot be read as an image.") from None
+    pixels = read_image(path, grey=channels == 1)
     if pixels.shape[:2] != (height, width):
         raise UserError(
             f"The image '{path}' is {pixels.shape[1]} by {pixels.shape[0]} pixels but the model takes "

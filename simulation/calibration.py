@@ -15,7 +15,7 @@ import torch
 
 import clients
 import strategies
-from fedivon_flwr.data import load
+from fedivon_flwr.data import Contract, load
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.metrics import score
 from fedivon_flwr.models import build
@@ -62,7 +62,7 @@ def calibrate(
     dataset, rows = load(settings.dataset), held_out(settings, examples)
     model = build(settings.model, dataset.shape, dataset.classes, settings.seed)
     load_model(model, arrays)
-    at_mean = Trained(model, None, dataset.shape, dataset.classes, dataset.mean, dataset.std)
+    at_mean = Trained(model, None, Contract(dataset.shape, dataset.classes, dataset.mean, dataset.std))
     x, labels = dataset.train.x[rows], torch.from_numpy(np.asarray(dataset.train.y[rows], dtype=np.int64))
     decay, found = strategies.build(settings).scale()["weight_decay"], []
     for size in ess:

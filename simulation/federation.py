@@ -13,8 +13,7 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 
 import strategies
-from clients import pick_device
-from fedivon_flwr.data import load
+from clients import pick_device, server_data
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.evaluation import Evaluator, Predictions
 from fedivon_flwr.models import build
@@ -32,7 +31,7 @@ EVALUATION_SECONDS = 10.0  # between savings of the final evaluation under way
 def run(grid: Grid, settings: Settings) -> RunFolder:
     """Train, or go on where a run was interrupted, and write the run's folder."""
     settings = strategies.complete(settings)
-    strategy, dataset = strategies.build(settings), load(settings.dataset)
+    strategy, dataset = strategies.build(settings), server_data(settings)
     model = build(settings.model, dataset.shape, dataset.classes, settings.seed)
     evaluator = Evaluator(model, dataset, pick_device(settings.device), settings.seed)
     folder = RunFolder.open(settings, strategies.complete)

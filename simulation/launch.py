@@ -20,7 +20,7 @@ import psutil
 import clients
 import fedivon_flwr
 import strategies
-from fedivon_flwr.data import load
+from fedivon_flwr.data import NODES
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.models import build
 from fedivon_flwr.runs import STATE, RunFolder, command, git_commit, refuse
@@ -42,7 +42,11 @@ def check(settings: Settings, wait: bool = False) -> None:
     With `wait`, another process may have the folder: it will be waited for.
     """
     strategies.build(settings)
-    dataset = load(settings.dataset)
+    if settings.dataset == NODES:
+        raise UserError(
+            f"The dataset '{NODES}' is for real nodes (deploy/README.md); virtual clients share one dataset."
+        )
+    dataset = clients.server_data(settings)
     clients.split(settings.dataset, clients.partition_spec(settings))
     build(settings.model, dataset.shape, dataset.classes, settings.seed)
     clients.pick_device(settings.device)

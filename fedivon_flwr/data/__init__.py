@@ -1,7 +1,9 @@
 """Data: named datasets, the user's own `.npz` files, and how they are divided among clients."""
 
+from fedivon_flwr.data.contract import NODES, Contract
 from fedivon_flwr.data.datasets import (
     DATASETS,
+    IMAGES,
     Dataset,
     DatasetSpec,
     Split,
@@ -9,12 +11,16 @@ from fedivon_flwr.data.datasets import (
     channels_last,
     load,
     normalise,
+    read_image,
 )
 from fedivon_flwr.data.partition import PARTITIONERS, PartitionSpec, class_counts, partition
 
 __all__ = [
     "DATASETS",
+    "IMAGES",
+    "NODES",
     "PARTITIONERS",
+    "Contract",
     "Dataset",
     "DatasetSpec",
     "PartitionSpec",
@@ -25,4 +31,5 @@ __all__ = [
     "load",
     "normalise",
     "partition",
+    "read_image",
 ]

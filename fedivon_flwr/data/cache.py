@@ -43,15 +43,17 @@ def cache_folder() -> Path:
 
 
 def fingerprint(source: Path | str) -> str:
-    """Short hash of a source; that of a file changes with its path, size and time of change.
+    """Short hash of a source; that of a file changes with its path, size and time of change, as do those in a folder.
 
     >>> fingerprint("torchvision") == fingerprint("torchvision") != fingerprint("scikit-learn")
     True
     """
     parts: list[object] = [FORMAT, source]
     if isinstance(source, Path):
-        status = source.stat()
-        parts = [FORMAT, source.resolve(), status.st_size, status.st_mtime_ns]
+        parts = [FORMAT, source.resolve()]
+        for path in sorted(source.rglob("*")) if source.is_dir() else [source]:
+            status = path.stat()
+            parts += [*([path] if source.is_dir() else []), status.st_size, status.st_mtime_ns]
     return sha256("|".join(map(str, parts)).encode()).hexdigest()[:12]
 
 

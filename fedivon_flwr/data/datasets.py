@@ -21,6 +21,8 @@ from fedivon_flwr.data.cache import NAMES, Arrays, data_folder, fingerprint, pre
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.registry import Registry
 
+IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
+
 
 @dataclass(frozen=True)
 class Split:
@@ -73,16 +75,16 @@ DATASETS: Registry[DatasetSpec] = Registry("dataset")
 
 @lru_cache
 def load(name: str) -> Dataset:
-    """Load a dataset by name, or from the path of an own `.npz` file.
+    """Load a dataset by name, or from the path of an own `.npz` file or folder of images.
 
-    An own file holds `x_train`, `y_train`, `x_test`, `y_test`: uint8 images `(N, H, W)` or
-    `(N, H, W, C)`, or float data `(N, …)`, with labels from 0.
+    An own file holds `x_train`, `y_train` and, if there are test data, `x_test`, `y_test`: uint8 images `(N, H, W)` or
+    `(N, H, W, C)`, or float data `(N, …)`, with labels from 0. For a folder see `read_images`.
 
     >>> digits = load("digits")
     >>> digits.train.x.shape, digits.shape, digits.classes
     ((1437, 8, 8, 1), (1, 8, 8), 10)
     """
-    return _load_own(name) if name.endswith(".npz") else _load_named(name, DATASETS[name])
+    return _load_own(name) if name.endswith(".npz") or "/" in name else _load_named(name, DATASETS[name])
 
 
 def batch_to_tensor(x: np.ndarray, dataset: Dataset, device: torch.device) -> torch.Tensor:
@@ -123,7 +125,7 @@ def _load_named(name: str, spec: DatasetSpec) -> Dataset:
     source = spec.source or name
     arrays = _named_arrays(source, spec)
     channels, labels = len(spec.mean), len(spec.superclass) or spec.classes
-    top = max(int(arrays["y_train"].max()), int(arrays["y_test"].max()))
+    top = max(int(arrays[f"y_{part}"].max(initial=0)) for part in ("train", "test"))
     if arrays["x_train"].dtype != np.uint8 or arrays["x_train"].shape[-1] != channels or top >= labels:
         raise UserError(
             f"The data found for '{source}' in '{data_folder()}' are of something else: expected uint8 images "
@@ -146,11 +148,15 @@ def _named_arrays(source: str, spec: DatasetSpec) -> Arrays:
 
 def _load_own(name: str) -> Dataset:
     path = Path(name).expanduser()
-    if not path.is_file():
-        raise UserError(f"There is no data file '{path}'; give the path of an .npz file with {', '.join(NAMES)}.")
-    arrays = prepared(f"{path.stem}-{fingerprint(path)}", lambda: tidy(read_npz(path), f"'{path}'"))
+    if not path.exists():
+        raise UserError(
+            f"There is no data file '{path}'; give the path of an .npz file with {', '.join(NAMES)}, or of a folder "
+            "with images in train/LABEL and test/LABEL."
+        )
+    read = read_images if path.is_dir() else read_npz
+    arrays = prepared(f"{path.stem}-{fingerprint(path)}", lambda: tidy(read(path), f"'{path}'"))
     train, test = (_split(arrays, part) for part in ("train", "test"))
-    classes = 1 + max(int(train.y.max()), int(test.y.max()))
+    classes = 1 + max(int(split.y.max(initial=0)) for split in (train, test))
     if train.x.dtype != np.uint8:
         return _dataset(name, train, test, classes, (0.0,), (1.0,))
     half = (0.5,) * train.x.shape[-1]
@@ -176,21 +182,84 @@ def _dataset(
 
 
 def read_npz(path: Path) -> Arrays:
-    """The four arrays of an `.npz` file."""
+    """The arrays of an `.npz` file: all four, or those of the training data alone."""
     try:
         with np.load(path) as file:
-            missing = [name for name in NAMES if name not in file]
-            arrays = {} if missing else {name: file[name] for name in NAMES}
+            arrays = {name: file[name] for name in NAMES if name in file}
     # TypeError: a lone `.npy` array is no context manager
     except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"The file '{path}' cannot be read as .npz data; write it anew with numpy.savez.") from error
-    if missing:
-        raise UserError(f"The file '{path}' lacks {', '.join(missing)}; it must hold {', '.join(NAMES)}.")
+    wanted = NAMES if arrays.keys() & set(NAMES[2:]) else NAMES[:2]
+    if missing := [name for name in wanted if name not in arrays]:
+        raise UserError(
+            f"The file '{path}' lacks {', '.join(missing)}; it must hold {', '.join(NAMES)} (without test data: the "
+            "first two)."
+        )
     return arrays
 
 
+def read_images(folder: Path) -> Arrays:
+    """The images in ``train/LABEL/*`` and, if there are any, ``test/LABEL/*``; all grey or all in colour, of one size.
+
+    Labels are whole numbers from 0, or names that stand in ``classes.txt``, one a line: the same file on every node,
+    since a node may lack some classes.
+    """
+    known = _class_names(folder / "classes.txt")
+    arrays: Arrays = {}
+    for part in ("train", "test"):
+        files = sorted(path for path in folder.glob(f"{part}/*/*") if path.suffix.lower() in IMAGES)
+        if files:
+            arrays[f"x_{part}"] = _stacked(files)
+            arrays[f"y_{part}"] = np.array([_label(path.parent, known) for path in files])
+    if "x_train" not in arrays:
+        raise UserError(f"The folder '{folder}' has no images ({', '.join(sorted(IMAGES))}) in train/LABEL.")
+    return arrays
+
+
+def _class_names(path: Path) -> list[str]:
+    return [line.strip() for line in path.read_text().splitlines() if line.strip()] if path.exists() else []
+
+
+def _label(folder: Path, known: list[str]) -> int:
+    if known:
+        if folder.name in known:
+            return known.index(folder.name)
+        raise UserError(f"The folder '{folder}' is named after no class in classes.txt; rename it or add the class.")
+    if folder.name.isdecimal():
+        return int(folder.name)
+    raise UserError(
+        f"The folder '{folder}' is named after no label; use whole numbers from 0, or list the names of all classes in "
+        "classes.txt, the same on every node."
+    )
+
+
+def _stacked(files: list[Path]) -> np.ndarray:
+    first = read_image(files[0])
+    pixels = [first, *(read_image(path, grey=first.ndim == 2) for path in files[1:])]
+    for path, image in zip(files, pixels, strict=True):
+        if image.shape != first.shape:
+            sizes = [f"{shape[1]} by {shape[0]}" for shape in (first.shape, image.shape)]
+            raise UserError(
+                f"The images '{files[0]}' and '{path}' are {' and '.join(sizes)} pixels; scale them to one size."
+            )
+    return np.stack(pixels)
+
+
+def read_image(path: Path, grey: bool | None = None) -> np.ndarray:
+    """The pixels of an image, `(H, W)` or `(H, W, 3)`: in grey, in colour, or as it is."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as image:
+            if grey is None:
+                grey = image.mode in ("1", "L", "LA", "I;16", "I", "F")
+            return np.asarray(image.convert("L" if grey else "RGB"), dtype=np.uint8)
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError):  # PIL calls a broken PNG a SyntaxError
+        raise UserError(f"The file '{path}' cannot be read as an image.") from None
+
+
 def tidy(raw: Arrays, where: str) -> Arrays:
-    """Check raw arrays and bring them into one form: images with a channel axis, int64 labels.
+    """Check raw arrays and bring them into one form: images with a channel axis, int64 labels, maybe no test data.
 
     >>> raw = {"x_train": np.zeros((3, 8, 8), np.uint8), "y_train": np.array([0, 1, 0], np.uint8)}
     >>> arrays = tidy(raw | {"x_test": raw["x_train"], "y_test": raw["y_train"]}, "the file")
@@ -199,6 +268,9 @@ def tidy(raw: Arrays, where: str) -> Arrays:
     """
     arrays: Arrays = {}
     for part in ("train", "test"):
+        if f"x_{part}" not in raw:
+            arrays |= {"x_test": arrays["x_train"][:0], "y_test": arrays["y_train"][:0]}
+            continue
         arrays[f"x_{part}"] = _tidy_x(raw[f"x_{part}"], f"x_{part} of {where}")
         arrays[f"y_{part}"] = _tidy_y(raw[f"y_{part}"], f"y_{part} of {where}")
         examples, labels = len(arrays[f"x_{part}"]), len(arrays[f"y_{part}"])

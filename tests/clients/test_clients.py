@@ -1,6 +1,7 @@
 """The clients as Flower `NumPyClient`s on digits: what they are given, what they answer, and what decides it."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -326,6 +327,37 @@ def test_a_partition_out_of_range_is_said(number: int) -> None:
 def test_another_number_of_nodes_is_said() -> None:
     with pytest.raises(UserError, match=r"federation has 5 nodes but the key 'clients' is 4"):
         clients.build(settings(), {"partition-id": 0, "num-partitions": 5})
+
+
+OWN = {"dataset": "nodes", "input-shape": "1x8x8", "classes": 10, "evaluation": "clients"}
+
+
+def own_file(path: Path) -> str:
+    digits = load("digits")
+    np.savez(path, x_train=digits.train.x[:30], y_train=digits.train.y[:30])
+    return str(path)
+
+
+def test_a_node_with_data_of_its_own(tmp_path: Path) -> None:
+    node = {"data": own_file(tmp_path / "own.npz")}
+    built = clients.build(settings(**OWN, **{"pixel-mean": "0.3"}), node, node_id=77)
+    assert (len(built.data.train), len(built.data.test), built.client) == (30, 0, 77)
+    assert (built.data.dataset.classes, built.data.dataset.mean) == (10, (0.3,))
+    assert clients.build(settings(**OWN), {**node, "partition-id": 5}, node_id=77).client == 5
+    with pytest.raises(UserError, match=r'start it with data="/path/to/own.npz" in its --node-config'):
+        clients.build(settings(**OWN), {"partition-id": 5})
+    with pytest.raises(UserError, match=r"the model takes \(3, 8, 8\)"):
+        clients.build(settings(**OWN | {"input-shape": "3x8x8"}), node)
+
+
+def test_a_server_without_data(tmp_path: Path) -> None:
+    assert clients.server_data(settings(**OWN)).shape == (1, 8, 8)
+    with pytest.raises(
+        UserError, match=r"with the dataset 'nodes' the server has no test data; use 'clients' or 'none'"
+    ):
+        clients.server_data(settings(**OWN | {"evaluation": "server"}))
+    with pytest.raises(UserError, match="the server has no test data"):
+        clients.server_data(settings(dataset=own_file(tmp_path / "own.npz")))
 
 
 def test_an_unknown_method_is_said() -> None:

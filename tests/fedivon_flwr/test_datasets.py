@@ -14,8 +14,9 @@ from urllib.error import URLError
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from fedivon_flwr.data import cache, datasets
+from fedivon_flwr.data import Contract, cache, datasets
 from fedivon_flwr.data.datasets import (
     DATASETS,
     Dataset,
@@ -131,6 +132,40 @@ def test_classes_of_own_data_count_the_test_labels(folders: Path) -> None:
     arrays = raw()
     arrays["y_test"][0] = 7
     assert load(save(folders / "own.npz", arrays)).classes == 8
+
+
+def test_own_data_without_test_data(folders: Path) -> None:
+    arrays = {name: array for name, array in raw().items() if "train" in name}
+    data = load(save(folders / "own.npz", arrays))
+    assert (len(data.train), len(data.test), data.classes) == (12, 0, 3)
+    assert data.test.x.shape == (0, 8, 8, 1)
+
+
+def image(path: Path, pixels: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path)
+
+
+@pytest.mark.parametrize(("names", "listed"), [(("0", "2"), ""), (("cat", "owl"), "cat\ndog\nowl\n")])
+@pytest.mark.parametrize("shape", [(5, 4), (5, 4, 3)])
+def test_a_folder_of_images(folders: Path, shape: tuple[int, ...], names: tuple[str, str], listed: str) -> None:
+    arrays = raw(shape, classes=2, train=6, test=2)
+    own = folders / "own"
+    for part in ("train", "test"):
+        for i, (x, y) in enumerate(zip(arrays[f"x_{part}"], arrays[f"y_{part}"], strict=True)):
+            image(own / part / names[y] / f"{i}.png", x)
+    (own / "train" / "notes.txt").write_text("not an image")
+    if listed:
+        (own / "classes.txt").write_text(listed)
+    data = load(str(own))
+    order = [0, 2, 4, 1, 3, 5]  # by class, then by name
+    np.testing.assert_array_equal(data.train.x, arrays["x_train"][order].reshape(6, 5, 4, -1))
+    assert data.train.y.tolist() == [0, 0, 0, 2, 2, 2]
+    assert data.test.y.tolist() == [0, 2]
+    assert (data.classes, data.shape[1:]) == (3, (5, 4))
+    image(own / "train" / names[0] / "9.png", arrays["x_train"][0])
+    load.cache_clear()
+    assert len(load(str(own)).train) == 7
 
 
 def test_named_dataset_from_npz(folders: Path, offline: None) -> None:
@@ -488,10 +523,67 @@ def test_own_data_that_are_wrong(folders: Path, change: dict[str, np.ndarray], m
     assert message in sentence(save(folders / "own.npz", raw() | change))
 
 
-def test_missing_arrays(folders: Path) -> None:
-    arrays = raw()
-    del arrays["x_test"], arrays["y_test"]
-    assert "lacks x_test, y_test; it must hold" in sentence(save(folders / "own.npz", arrays))
+@pytest.mark.parametrize(
+    ("there", "missing"),
+    [(("x_train",), "y_train"), (("x_train", "y_train", "x_test"), "y_test"), ((), "x_train, y_train")],
+)
+def test_missing_arrays(folders: Path, there: tuple[str, ...], missing: str) -> None:
+    arrays = {name: array for name, array in raw().items() if name in there}
+    assert f"lacks {missing}; it must hold" in sentence(save(folders / "own.npz", arrays))
+
+
+def test_folders_that_are_wrong(folders: Path) -> None:
+    own, pixels = folders / "own", raw()["x_train"]
+    own.mkdir()
+    assert "has no images (" in sentence(str(own))
+    image(own / "train" / "cat" / "1.png", pixels[0])
+    assert "is named after no label; use whole numbers from 0, or list" in sentence(str(own))
+    (own / "classes.txt").write_text("dog\n")
+    assert "is named after no class in classes.txt" in sentence(str(own))
+    (own / "classes.txt").write_text("cat\n")
+    image(own / "train" / "cat" / "2.png", pixels[1][:5])
+    assert "are 8 by 8 and 8 by 5 pixels; scale them to one size" in sentence(str(own))
+    (own / "train" / "cat" / "2.png").write_text("no image")
+    assert "2.png' cannot be read as an image" in sentence(str(own))
+
+
+# ---------------------------------------------------------------- what nodes have in common
+
+
+def test_data_of_a_node_fit_the_contract_or_are_refused(folders: Path) -> None:
+    own = load(save(folders / "own.npz", raw((8, 8), classes=3)))
+    agreed = Contract.parse("1x8x8", 5, "0.3", "0.2")
+    fitted = agreed.fit(own)
+    assert (fitted.classes, fitted.mean, fitted.std) == (5, (0.3,), (0.2,))
+    assert fitted.train is own.train
+    with pytest.raises(UserError, match=r"have the shape \(1, 8, 8\) but the model takes \(3, 8, 8\)"):
+        Contract.parse("3x8x8", 3).fit(own)
+    with pytest.raises(UserError, match=r"go up to 2 but the model knows the classes 0 to 1"):
+        Contract.parse("1x8x8", 2).fit(own)
+
+
+def test_a_server_without_data_knows_what_the_model_takes() -> None:
+    data = Contract.parse("3x8x8", 4).without_data()
+    assert (len(data.train), len(data.test), data.shape, data.classes) == (0, 0, (3, 8, 8), 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("", 2), "'input-shape' is '' but must be CHANNELSxHEIGHTxWIDTH"),
+        (("3xx", 2), "'input-shape' is '3xx'"),
+        (("3x0x2", 2), "'input-shape' is '3x0x2'"),
+        (("30", 1), "'classes' is 1 but must be at least 2"),
+        (("3x8x8", 2, "0.5"), "'pixel-mean' is '0.5' but must have 3 numbers"),
+        (("1x8x8", 2, "0.5", "0"), "'pixel-std' is '0' but must have 1 positive numbers"),
+        (("1x8x8", 2, "none"), "'pixel-mean' is 'none'"),
+        (("1x8x8", 2, "nan"), "'pixel-mean' is 'nan'"),
+    ],
+)
+def test_contracts_that_are_wrong(given: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        Contract.parse(*given)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def npz(tmp_path: Path) -> Path:
 
 def test_it_predicts_what_the_summary_says(run: Path) -> None:
     trained, test = Trained.load(run), load("digits").test
-    assert (trained.shape, trained.classes) == ((1, 8, 8), 10)
+    assert (trained.inputs.shape, trained.inputs.classes) == ((1, 8, 8), 10)
     expected = read_json(run / "summary.json")["metrics"]["mean"]
     assert expected["accuracy"] > 0.7
     scores = score(trained.predict(test.x, samples=0), torch.tensor(test.y)).as_dict()
@@ -144,15 +144,15 @@ def test_own_float_data(tmp_path: Path, cache: None) -> None:
     x = (np.eye(3)[y] * 3 + rng.standard_normal((600, 3))).astype(np.float32)
     np.savez(tmp_path / "own.npz", x_train=x[:500], y_train=y[:500], x_test=x[500:], y_test=y[500:])
     trained = Trained.load(finished(tmp_path / "run", "fedivon", dataset=str(tmp_path / "own.npz")))
-    names, inputs = read_inputs(tmp_path / "own.npz", trained.shape)  # x_test will do for x
+    names, inputs = read_inputs(tmp_path / "own.npz", trained.inputs.shape)  # x_test will do for x
     assert len(names) == 100
     assert (trained.predict(inputs, 20).argmax(1).numpy() == y[500:]).mean() > 0.8
     np.savez(tmp_path / "text.npz", x=np.array([["a", "b", "c"]]))
     with pytest.raises(UserError, match="must be floating-point"):
-        read_inputs(tmp_path / "text.npz", trained.shape)
+        read_inputs(tmp_path / "text.npz", trained.inputs.shape)
     Image.new("L", (3, 3)).save(tmp_path / "x.png")
     with pytest.raises(UserError, match="not grey or colour images"):
-        read_inputs(tmp_path / "x.png", trained.shape)
+        read_inputs(tmp_path / "x.png", trained.inputs.shape)
 
 
 def test_colour_images_keep_their_channels(tmp_path: Path) -> None:
