@@ -1,4 +1,4 @@
-"""The `fedivon` command: simulate, study, calibrate, data, predict, personalize, runs."""
+"""The `fedivon` command: simulate, study, calibrate, data, predict, personalize, runs, deploy."""
 
 import json
 import signal
@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from deploy.cli import PORT, Address, Insecure, ServerFolder, State, own_folder
+from deploy.cli import app as deploy_app
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.runs import new_path, read_json, read_metrics, runs_folder, write_json
 from fedivon_flwr.settings import Settings
@@ -22,6 +24,7 @@ data_app = typer.Typer(help="Datasets: list, prepare, show who has what.", no_ar
 runs_app = typer.Typer(help="Runs: list, compare.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 app.add_typer(runs_app, name="runs")
+app.add_typer(deploy_app, name="deploy")
 out = Console(markup=False)  # names of runs and files may hold brackets
 
 
@@ -114,6 +117,34 @@ def simulate(
     show_scores([Path(settings.run_dir) for settings in every])
     for settings in every:
         out.print(f"{settings.method}: {settings.run_dir}", highlight=False, soft_wrap=True)
+
+
+@deploy_app.command("run")
+def deploy_run(
+    preset: Annotated[str, typer.Argument(help="Name of a preset, or a .toml file of settings.")],
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change a setting.")
+    ] = None,
+    run_dir: Annotated[
+        str | None, typer.Option(help="Folder of the run; an interrupted run there is continued.")
+    ] = None,
+    credentials: ServerFolder = None,
+    state: State = Path("federation"),
+    superlink: Address = f"localhost:{PORT}",
+    insecure: Insecure = False,
+) -> None:
+    """Train on the nodes that are connected, and show the scores; on the SuperLink's machine."""
+    from deploy.programs import Security
+    from simulation.launch import check_server, with_superlink
+    from simulation.progress import Watch
+
+    security = Security.of(credentials, insecure, ("ca.crt",), superlink)
+    settings = make_settings(preset, set_ or [], run_dir=run_dir)
+    check_server(settings)
+    with Watch(settings, out):
+        with_superlink(settings, own_folder(state) / "flwr", superlink, security.authority)
+    show_scores([Path(settings.run_dir)])
+    out.print(f"{settings.method}: {settings.run_dir}", highlight=False, soft_wrap=True)
 
 
 @app.command()

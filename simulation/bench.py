@@ -26,6 +26,7 @@ import clients
 import strategies
 from fedivon_flwr import convolution
 from fedivon_flwr.data import load
+from fedivon_flwr.flower import environment
 from fedivon_flwr.memory import keep_freed_memory
 from fedivon_flwr.models import build
 from fedivon_flwr.records import to_record
@@ -33,7 +34,7 @@ from fedivon_flwr.runs import provenance, write_json
 from fedivon_flwr.settings import Settings
 from simulation import noop
 from simulation.engine import RayGrid, Resources, ray_grid
-from simulation.launch import CLIENT_APP, environment, federation, flwr_run, superlink, to_toml
+from simulation.launch import CLIENT_APP, federation, flwr_run, superlink, to_toml
 from strategies.aggregation import RULES, Shared, Term, aggregate
 from strategies.base import RoundReport, draw
 

@@ -1,11 +1,9 @@
 """Start a virtual federation: on the Ray engine, or through ``flwr run``."""
 
 import logging
-import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.error
@@ -22,32 +20,33 @@ import fedivon_flwr
 import strategies
 from fedivon_flwr.data import NODES
 from fedivon_flwr.errors import UserError
+from fedivon_flwr.flower import CONNECTION, connect, environment
 from fedivon_flwr.models import build
-from fedivon_flwr.runs import STATE, RunFolder, command, git_commit, refuse
+from fedivon_flwr.runs import STATE, RunFolder, refuse
 from fedivon_flwr.settings import Settings
 from simulation.engine import Resources, ray_grid
 from simulation.report import toml_value
 
 CLIENT_APP = "fedivon_flwr.client_app:app"
-QUIET = {
-    "FLWR_TELEMETRY_ENABLED": "0",
-    "FLWR_DISABLE_UPDATE_CHECK": "1",
-    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-}
 
 
 def check(settings: Settings, wait: bool = False) -> None:
-    """Find out before anything is started what would fail later: method, data, split, model, folder.
+    """Find out before a virtual federation is started what would fail later: method, data, split, model, folder.
 
     With `wait`, another process may have the folder: it will be waited for.
     """
-    strategies.build(settings)
     if settings.dataset == NODES:
         raise UserError(
             f"The dataset '{NODES}' is for real nodes (deploy/README.md); virtual clients share one dataset."
         )
-    dataset = clients.server_data(settings)
+    check_server(settings, wait)
     clients.split(settings.dataset, clients.partition_spec(settings))
+
+
+def check_server(settings: Settings, wait: bool = False) -> None:
+    """What the server itself needs: method, data, model, device, folder."""
+    strategies.build(settings)
+    dataset = clients.server_data(settings)
     build(settings.model, dataset.shape, dataset.classes, settings.seed)
     clients.pick_device(settings.device)
     folder = RunFolder(Path(settings.run_dir))
@@ -68,17 +67,30 @@ def with_ray(settings: Settings, resources: Resources) -> None:
 
 def with_flwr(settings: Settings, resources: Resources) -> None:
     """Run the apps through ``flwr run``, with a SuperLink of its own that is stopped afterwards."""
-    app, run_dir = app_folder(), Path(settings.run_dir)
+    with (
+        tempfile.TemporaryDirectory(prefix="fedivon-") as home,
+        flwr_log(settings) as log,
+        superlink(environment(home), log, "--simulation") as address,
+    ):
+        flwr_run(app_folder(), client_config(settings), home, address, log, federation(settings.clients, resources))
+
+
+def with_superlink(settings: Settings, home: Path, address: str, authority: Path | None) -> None:
+    """Run the apps on a federation that is there, and wait for the end."""
+    with flwr_log(settings) as log:
+        flwr_run(app_folder(), settings.to_config(), str(home), address, log, authority=authority)
+
+
+@contextmanager
+def flwr_log(settings: Settings) -> Iterator[TextIO]:
+    """What Flower prints goes into the run's folder; a run that left no summary has failed."""
+    run_dir = Path(settings.run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"The run folder '{run_dir}' cannot be made ({error.strerror}); choose another.") from None
-    with (
-        tempfile.TemporaryDirectory(prefix="fedivon-") as home,
-        (run_dir / "flwr.log").open("w") as log,
-        superlink(environment(home), log, "--simulation") as address,
-    ):
-        flwr_run(app, client_config(settings), home, address, log, federation(settings.clients, resources))
+    with (run_dir / "flwr.log").open("w") as log:
+        yield log
     if not (run_dir / "summary.json").exists():
         raise UserError(reason_in(run_dir / "flwr.log"))
 
@@ -98,22 +110,20 @@ def federation(nodes: int, resources: Resources) -> list[str]:
 
 
 def flwr_run(
-    app: Path, config: Mapping[str, Any], home: str, address: str, log: TextIO, options: Sequence[str] = ()
+    app: Path,
+    config: Mapping[str, Any],
+    home: str,
+    address: str,
+    log: TextIO,
+    options: Sequence[str] = (),
+    authority: Path | None = None,
 ) -> None:
     """Submit an app to a SuperLink and wait for its end; `home` is Flower's private folder."""
-    connection = f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "{address}"\ninsecure = true\n'
-    Path(home, "config.toml").write_text(connection)
-    Path(home, "run.toml").write_text(to_toml(config))
-    run_command = ["flwr", "run", str(app), "here", "--run-config", str(Path(home, "run.toml")), "--stream", *options]
+    connect(Path(home), address, authority)
+    asked = Path(home, "run.toml")
+    asked.write_text(to_toml(config))
+    run_command = ["flwr", "run", str(app), CONNECTION, "--run-config", str(asked), "--stream", *options]
     subprocess.run(run_command, env=environment(home), stdout=log, stderr=subprocess.STDOUT, check=False)
-
-
-def environment(home: str) -> dict[str, str]:
-    """For Flower's programs: a private home, no telemetry, and the programs of this Python first."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    about = {"FEDIVON_COMMAND": command(), "FEDIVON_COMMIT": git_commit() or ""}
-    modules = os.pathsep.join(p for p in (os.environ.get("PYTHONPATH"), str(Path.cwd())) if p)  # a user's own model
-    return {**os.environ, **QUIET, **about, "FLWR_HOME": home, "PATH": path, "PYTHONPATH": modules}
 
 
 def app_folder() -> Path:

@@ -58,6 +58,7 @@ LOWER = {  # what a folder may import of the others
     "clients": {"clients", "fedivon_flwr"},
     "strategies": {"strategies", "fedivon_flwr"},
     "simulation": {"simulation", "strategies", "clients", "fedivon_flwr"},
+    "deploy": {"deploy", "fedivon_flwr"},
 }
 APPS = {"client_app", "server_app", "cli", "__main__"}
 
@@ -65,7 +66,7 @@ APPS = {"client_app", "server_app", "cli", "__main__"}
 @pytest.mark.parametrize("path", sorted(p for f in (*LOWER, "fedivon_flwr") for p in (ROOT / f).rglob("*.py")), ids=str)
 def test_imports_point_one_way(path: Path) -> None:
     folder = path.relative_to(ROOT).parts[0]
-    pattern = r"^\s*(?:from|import) ((?:clients|strategies|simulation|fedivon_flwr)[\w.]*)(?: import (\w+))?"
+    pattern = r"^\s*(?:from|import) ((?:clients|strategies|simulation|deploy|fedivon_flwr)[\w.]*)(?: import (\w+))?"
     for module, name in re.findall(pattern, path.read_text(), flags=re.MULTILINE):
         top = module.split(".")[0]
         if folder == "fedivon_flwr" and path.stem not in APPS:

@@ -28,13 +28,13 @@ def named_toml(kind: str, name: str, folder: Path) -> Path:
 
 
 def own_file(value: Any) -> Any:
-    """The absolute path where a value names a file of the user's, the value itself otherwise."""
-    own = isinstance(value, str) and value.endswith((".toml", ".npz"))
+    """The absolute path where a value names a file or folder of the user's, the value itself otherwise."""
+    own = isinstance(value, str) and (value.endswith((".toml", ".npz")) or "/" in value)
     return str(Path(value).expanduser().resolve()) if own else value
 
 
 def settings_of(config: Mapping[str, Any]) -> Settings:
-    """Settings with every option of their method; the path of an own data file is made absolute."""
+    """Settings with every option of their method; the path of own data is made absolute."""
     given = dict(config)
     if "dataset" in given:
         given["dataset"] = own_file(given["dataset"])

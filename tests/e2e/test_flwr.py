@@ -14,12 +14,12 @@ import numpy as np
 import psutil
 import pytest
 
+from fedivon_flwr.flower import environment
 from fedivon_flwr.runs import load_arrays
 from fedivon_flwr.settings import Settings
 from simulation.engine import Resources
 from simulation.launch import (
     app_folder,
-    environment,
     federation,
     flwr_run,
     free_port,

@@ -1,0 +1,205 @@
+"""The programs of a federation, with all their options: scripts, systemd, Docker and the tests start them through here.
+
+On the SuperLink's machine: ``superlink`` carries the messages and listens on this machine only, ``superexec`` runs the
+ServerApp in a process of its own (so that a run survives a restart of the SuperLink), and ``proxy`` is what the
+nodes see: it passes on Flower's fleet API and nothing else, since whoever reaches the control API can submit runs.
+On a node's machine: ``supernode``.
+"""
+
+import ipaddress
+import json
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from fedivon_flwr.errors import UserError
+
+Scalar = str | int | float | bool
+RESTART_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Security:
+    """What a machine was given of the federation's credentials; none means no encryption, on this machine only."""
+
+    folder: Path | None
+
+    @classmethod
+    def of(cls, folder: Path | None, insecure: bool, needed: Sequence[str], *addresses: str) -> "Security":
+        """The credentials in a folder, or none if the user insists and nothing leaves this machine."""
+        if folder is None and not insecure:
+            raise UserError("Give the folder of credentials (`fedivon deploy credentials` makes one), or --insecure.")
+        if folder is not None and insecure:
+            raise UserError("Give either credentials or --insecure, not both.")
+        if folder is None:
+            if outside := next((address for address in addresses if not is_local(address)), None):
+                raise UserError(f"Without credentials nothing may leave this machine, but '{outside}' does.")
+            return cls(None)
+        if missing := next((name for name in needed if not (folder / name).is_file()), None):
+            raise UserError(
+                f"The folder '{folder}' has no {missing}; copy there what `fedivon deploy credentials` made for this "
+                "machine."
+            )
+        if loose := next((name for name in needed if name.endswith(".key") and is_readable(folder / name)), None):
+            raise UserError(f"Others may read the private key '{folder / loose}'; run: chmod 600 '{folder / loose}'.")
+        return cls(folder.resolve())
+
+    def path(self, name: str) -> str:
+        """One of the files."""
+        assert self.folder is not None
+        return str(self.folder / name)
+
+    @property
+    def authority(self) -> Path | None:
+        """The certificate to trust."""
+        return self.folder / "ca.crt" if self.folder else None
+
+    def trusted(self) -> list[str]:
+        """Options of a program that connects."""
+        return ["--root-certificates", self.path("ca.crt")] if self.folder else ["--insecure"]
+
+
+SERVER_FILES = ("ca.crt", "server.crt", "server.key")
+NODE_FILES = ("ca.crt", "node.key")
+
+
+def is_local(address: str) -> bool:
+    """Whether an address (HOST or HOST:PORT) is of this machine's loopback.
+
+    >>> [is_local(each) for each in ("localhost:8000", "127.0.0.1", "[::1]:80", "::1", "10.0.0.7:8000", "a.example")]
+    [True, True, True, True, False, False]
+    """
+    host = address.rpartition(":")[0] if address.count(":") == 1 or address.startswith("[") else address
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def is_readable(key: Path) -> bool:
+    """Whether others than the owner may read a file."""
+    return bool(key.stat().st_mode & 0o077)
+
+
+def superlink(security: Security, state: Path, host: str, port: int) -> list[str]:
+    """Carries messages; its database lets it go on after a restart."""
+    command = ["flower-superlink", "--host", host, "--port", str(port)]
+    command += ["--isolation", "process", "--database", str(state / "superlink.db")]
+    if security.folder is None:
+        return [*command, "--insecure"]
+    tls = {"--ssl-ca-certfile": "ca.crt", "--ssl-certfile": "server.crt", "--ssl-keyfile": "server.key"}
+    files = [part for option, name in tls.items() for part in (option, security.path(name))]
+    return [*command, *files, "--enable-supernode-auth"]
+
+
+def superexec(security: Security, address: str) -> list[str]:
+    """Starts the ServerApp of a run."""
+    return ["flower-superexec", "--runtime-api-address", address, *security.trusted()]
+
+
+def supernode(security: Security, address: str, node: Mapping[str, Scalar], port: int) -> list[str]:
+    """Waits for messages, and starts the ClientApp for each."""
+    command = ["flower-supernode", "--superlink", address, "--port", str(port), *security.trusted()]
+    if security.folder is not None:
+        command += ["--auth-supernode-private-key", security.path("node.key")]
+    return [*command, "--node-config", node_config(node)]
+
+
+def node_config(node: Mapping[str, Scalar]) -> str:
+    """What a node knows of itself, as Flower's command line wants it.
+
+    >>> node_config({"data": "/srv/own.npz", "partition-id": 3})
+    'data="/srv/own.npz" partition-id=3'
+    """
+    return " ".join(f"{key}={json.dumps(value)}" for key, value in node.items())
+
+
+def proxy(security: Security, state: Path, listen: int, upstream: str) -> list[str]:
+    """Lets nodes in from outside, and nobody else: nginx with a configuration of its own."""
+    if security.folder is None:
+        raise UserError("The proxy is for other machines and needs credentials.")
+    if shutil.which("nginx") is None:
+        raise UserError("The program 'nginx' is not installed; install it with the system's package manager.")
+    file = state / "nginx.conf"
+    state.mkdir(parents=True, exist_ok=True)
+    file.write_text(proxy_config(security, state, listen, upstream))
+    return ["nginx", "-e", "stderr", "-p", str(state), "-c", str(file)]
+
+
+def proxy_config(security: Security, state: Path, listen: int, upstream: str) -> str:
+    """nginx' configuration."""
+    host = upstream.rpartition(":")[0]
+    name = "localhost" if is_local(upstream) else host
+    places = "".join(
+        f'    {kind}_temp_path "{state / kind}";\n' for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
+    return f"""\
+daemon off;
+worker_processes 1;
+pid "{state / "nginx.pid"}";
+error_log stderr;
+events {{}}
+http {{
+    access_log off;
+    server_tokens off;
+{places}\
+    server {{
+        listen {listen} ssl;
+        listen [::]:{listen} ssl;
+        ssl_certificate "{security.path("server.crt")}";
+        ssl_certificate_key "{security.path("server.key")}";
+        ssl_protocols TLSv1.2 TLSv1.3;
+        location /v1/fleet/ {{
+            client_max_body_size 0;
+            proxy_request_buffering off;
+            proxy_buffering off;
+            proxy_http_version 1.1;
+            proxy_read_timeout 1h;
+            proxy_send_timeout 1h;
+            proxy_pass https://{upstream};
+            proxy_ssl_name {name};
+            proxy_ssl_server_name on;
+            proxy_ssl_trusted_certificate "{security.path("ca.crt")}";
+            proxy_ssl_verify on;
+        }}
+        location / {{
+            return 403;
+        }}
+    }}
+}}
+"""
+
+
+def supervise(command: Sequence[str], env: Mapping[str, str], say: Callable[[str], None]) -> int:
+    """Run a program, and start it again when it ends by itself, until we are told to stop.
+
+    Flower refuses a node that was killed and comes back for about a minute, so a program that ends is no reason to
+    give up. Gives the exit code of a program that was told to stop.
+    """
+    stopping = False
+    process: subprocess.Popen[bytes] | None = None
+
+    def stop(number: int, _: FrameType | None) -> None:
+        nonlocal stopping
+        stopping = True
+        if process is not None:
+            process.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    while not stopping:
+        # In a group of its own: a Ctrl-C of the terminal reaches it once, through us.
+        process = subprocess.Popen(command, env=dict(env), process_group=0)
+        code = process.wait()
+        if stopping:
+            return code
+        say(f"{command[0]} ended with code {code}; it is started again in {RESTART_SECONDS:g} s.")
+        give_up = time.monotonic() + RESTART_SECONDS
+        while not stopping and time.monotonic() < give_up:
+            time.sleep(0.1)
+    return 0

@@ -1,0 +1,32 @@
+"""Flower's own programs: the environment they are started in, and how the `flwr` command finds a SuperLink."""
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from fedivon_flwr.runs import command, git_commit
+
+CONNECTION = "here"  # the name of a SuperLink in the `flwr` command's config
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+}
+
+
+def environment(home: str, variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """For Flower's programs: a private home, no telemetry, and the programs of this Python first."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{variables.get('PATH', '')}"
+    about = {"FEDIVON_COMMAND": command(), "FEDIVON_COMMIT": git_commit() or ""}
+    modules = os.pathsep.join(p for p in (variables.get("PYTHONPATH"), str(Path.cwd())) if p)  # a user's own model
+    return {**variables, **QUIET, **about, "FLWR_HOME": home, "PATH": path, "PYTHONPATH": modules}
+
+
+def connect(home: Path, address: str, authority: Path | None = None) -> None:
+    """Tell the `flwr` command that has this home where the SuperLink is; without an authority it is not encrypted."""
+    trust = f'root-certificates = "{authority.resolve()}"' if authority else "insecure = true"
+    home.mkdir(parents=True, exist_ok=True)
+    (home / "config.toml").write_text(
+        f'[superlink]\ndefault = "{CONNECTION}"\n[superlink.{CONNECTION}]\naddress = "{address}"\n{trust}\n'
+    )
