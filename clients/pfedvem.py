@@ -4,7 +4,7 @@ The head's prior is ``N(μ_g, ρ_k²)`` around the server's head; how far client
 by variational expectation maximisation, and tells the server how much to trust a client's head.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,7 @@ class PFedVEMClient(TorchClient):
         prior = DiagGaussian(centre, torch.full_like(centre, 1 / variance))
         self._fit_head(base, head, own, prior, plan)
         write(list(head.parameters()), own.mu.detach())
-        loss = self._fit_base(base, plan, work)
+        loss = self._fit_base(base, head, own, plan, work)
         found = own.detached()
         variance = float(((1 / found.precision).sum() + (found.mean - centre).square().sum()) / found.mean.numel())
         self.told = {VARIANCE: variance}
@@ -78,31 +78,37 @@ class PFedVEMClient(TorchClient):
 
     def _fit_head(self, base: nn.Module, head: nn.Module, own: MeanField, prior: DiagGaussian, plan: Plan) -> None:
         """E-step: full-batch steps on ``E_q[ℓ̄] + KL(q ‖ prior) / N``; the features are computed once."""
-        train, rows, layout = self.data.dataset.train, self.data.train, Layout.of(head)
+        train, rows = self.data.dataset.train, self.data.train
         with torch.no_grad():
             features = torch.cat([base(batch) for batch in self._batches(train, rows, EVALUATION_BATCH)])
         (labels,) = self._labels(train, rows, len(rows))
         optimizer = torch.optim.Adam(own.leaves, lr=plan.head_lr)
         for _ in range(plan.head_steps):
             optimizer.zero_grad()
-            loss = own.gaussian().kl(prior) / len(rows)
-            for _ in range(plan.mc_samples):
-                logits = functional_call(head, layout.split(own.sample()), (features,))
-                loss = loss + cross_entropy(logits, labels) / plan.mc_samples
+            draws = [own.sample() for _ in range(plan.mc_samples)]
+            loss = own.gaussian().kl(prior) / len(rows) + expected_loss(head, draws, features, labels)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
-    def _fit_base(self, base: nn.Module, plan: Plan, work: Work) -> float:
-        """Local epochs of SGD under the mean of the head."""
+    def _fit_base(self, base: nn.Module, head: nn.Module, own: MeanField, plan: Plan, work: Work) -> float:
+        """Local epochs of SGD on ``E_q[ℓ̄]``: the base sees the head with its uncertainty."""
         optimizer = torch.optim.SGD([p for p in base.parameters() if p.requires_grad], plan.lr, plan.momentum)
         losses = []
         for inputs, labels in self.epochs(work):
             optimizer.zero_grad()
-            loss = cross_entropy(self.model(inputs), labels)
+            draws = [own.sample().detach() for _ in range(plan.mc_samples)]
+            loss = expected_loss(head, draws, base(inputs), labels)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             losses.append((loss.detach(), len(labels)))
         return mean_loss(losses)
+
+
+def expected_loss(head: nn.Module, draws: Sequence[Tensor], features: Tensor, labels: Tensor) -> Tensor:
+    """The mean loss over draws of the head's weights."""
+    layout = Layout.of(head)
+    losses = [cross_entropy(functional_call(head, layout.split(draw), (features,)), labels) for draw in draws]
+    return torch.stack(losses).mean()
 
 
 def base_and_head(model: nn.Module) -> tuple[nn.Module, nn.Module]:
