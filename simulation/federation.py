@@ -16,6 +16,7 @@ import strategies
 from clients import pick_device, server_data
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.evaluation import Evaluator, Predictions
+from fedivon_flwr.memory import keep_freed_memory
 from fedivon_flwr.models import build
 from fedivon_flwr.posterior import DiagGaussian
 from fedivon_flwr.predict import Partial
@@ -30,6 +31,7 @@ EVALUATION_SECONDS = 10.0  # between savings of the final evaluation under way
 
 def run(grid: Grid, settings: Settings) -> RunFolder:
     """Train, or go on where a run was interrupted, and write the run's folder."""
+    keep_freed_memory()  # for the evaluations
     settings = strategies.complete(settings)
     strategy, dataset = strategies.build(settings), server_data(settings)
     model = build(settings.model, dataset.shape, dataset.classes, settings.seed)
