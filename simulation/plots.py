@@ -26,9 +26,9 @@ COLOURS = {  # Okabe and Ito's palette, safe for the colour-blind; the same meth
     "local": "#999999",
     "pfedme": "#56b4e9",
     "pfedvem": "#cc79a7",
-    "pfedbayes": "#f0e442",
+    "pfedbayes": "#ddaa33",  # of Tol's palette, like fedrep's: Okabe and Ito's yellow is too faint on white
     "fedper": "#000000",
-    "fedrep": "#882255",  # of Tol's palette
+    "fedrep": "#882255",
 }
 OTHER = "#44aa99"
 TRAINING = "#7f7f7f"
@@ -132,26 +132,32 @@ def curves_figure(rows: Sequence[Mapping[str, Any]], title: str, method: str) ->
 
 
 def personal_figure(people: Sequence[Mapping[str, Any]], title: str) -> Figure:
-    """Accuracy of the personal against the server's model, for every client on its own test data."""
+    """Accuracy of every client's personal model on its own test data, at the mean.
+
+    Against that of the server's model, with the number of examples as colour; or, where the server has no whole model,
+    against the number of examples.
+    """
     figure = Figure(figsize=(WIDTH * 0.62, 4.6), dpi=100, layout="constrained")
-    axes = figure.subplots()
-    least, most = (bound(row["examples"] for row in people) for bound in (min, max))
-    scale = LogNorm(least, max(most, least + 1))
+    axes, both = figure.subplots(), all("global" in row for row in people)
+    sizes = [row["examples"] for row in people]
+    scale = LogNorm(min(sizes), max(*sizes, min(sizes) + 1))
     for seen, marker, name in ((True, "o", "took part"), (False, "^", "unseen")):
-        some = [row for row in people if row["seen"] == seen]
-        if some:
-            x = [100 * row["global"]["mean"]["accuracy"] for row in some]
-            y = [100 * row.get("mc", row["mean"])["accuracy"] for row in some]
-            sizes = [row["examples"] for row in some]
-            axes.scatter(x, y, c=sizes, norm=scale, cmap="viridis_r", marker=marker, s=28, label=name)
-    low, high = (bound(*axes.get_xlim(), *axes.get_ylim()) for bound in (min, max))
-    axes.plot([low, high], [low, high], ":", color="black", linewidth=1)
-    axes.set(xlabel="the server's model: accuracy (%)", ylabel="personal model: accuracy (%)")
-    axes.set(xlim=(low, high), ylim=(low, high), aspect="equal")
+        if some := [row for row in people if row["seen"] == seen]:
+            examples = [row["examples"] for row in some]
+            x = [100 * row["global"]["mean"]["accuracy"] for row in some] if both else examples
+            y = [100 * row["mean"]["accuracy"] for row in some]
+            axes.scatter(x, y, c=examples, norm=scale, cmap="viridis_r", marker=marker, s=28, label=name)
+    axes.set_ylabel("personal model: accuracy (%)")
+    if both:
+        low, high = (bound(*axes.get_xlim(), *axes.get_ylim()) for bound in (min, max))
+        axes.plot([low, high], [low, high], ":", color="black", linewidth=1)
+        axes.set(xlim=(low, high), ylim=(low, high), aspect="equal", xlabel="the server's model: accuracy (%)")
+        figure.colorbar(axes.collections[0], ax=axes, label="training examples of the client")
+    else:
+        axes.set(xscale="log", xlabel="training examples of the client")
     tidy(axes)
     if not all(row["seen"] for row in people):
         axes.legend(frameon=False)
-    figure.colorbar(axes.collections[0], ax=axes, label="training examples of the client")
     figure.suptitle(title)
     return figure
 
@@ -219,7 +225,7 @@ def _draw(axes: Axes, points: Sequence[Point]) -> None:
         step = min(0.16, 0.8 / len(methods))
         x = groups.index(point.group) + step * (methods.index(point.method) - (len(methods) - 1) / 2)
         if point.paper is not None:
-            axes.plot(x, point.paper, "o", markersize=9, fillstyle="none", color=colour(point.method), alpha=0.6)
+            axes.plot(x, point.paper, "o", markersize=9, fillstyle="none", color=colour(point.method))
         if point.value is not None:
             dot: dict[str, Any] = {"fmt": "o", "markersize": 5, "capsize": 3, "color": colour(point.method)}
             axes.errorbar(x, point.value, point.spread, **dot)
@@ -240,7 +246,7 @@ def reliability_figure(bins: Mapping[str, tuple[str, Reliability]], title: str) 
         diagram.plot(found.confidence, found.accuracy, ".", color="black", markersize=4)
         diagram.set(title=f"{name}\nECE {found.ece:.4f}", xlim=(0, 1), ylim=(0, 1))
         counts.bar(centres, found.count, width, **bars)
-        counts.set(xlabel="confidence")
+        counts.set(xlabel="confidence", yscale="log", ylim=(0.5, None))  # a bin of few images is not to be relied on
     grid[0, 0].set_ylabel("accuracy")
     grid[1, 0].set_ylabel("examples")
     figure.suptitle(title)

@@ -11,12 +11,13 @@ from typing import Any
 from simulation.report import AT_MEAN, SCORES, label
 from simulation.studies.spec import Study
 
-TABLE_SCORES = {**SCORES, "accuracy": "accuracy (%) ↑"}
+TABLE_SCORES = {**SCORES, "accuracy": "accuracy (%) ↑", "nll": "NLL (nats) ↓"}
 METRICS = {
     **TABLE_SCORES,
     "auroc": "AUROC ↑",
     **{f"pm_{metric}": f"PM {words}" for metric, words in TABLE_SCORES.items()},  # personal models
     **{f"gm_{metric}": f"GM {words}" for metric, words in TABLE_SCORES.items()},  # the global model
+    **{f"um_{metric}": f"UM {words}" for metric, words in TABLE_SCORES.items()},  # personal models of unseen clients
 }
 
 Run = Mapping[str, Any]  # a JSON file of the results
@@ -130,5 +131,5 @@ def explanation(table: Sequence[Cell]) -> str:
     """What the numbers are, under the table."""
     seeds = sorted({len(cell.values) for cell in table})
     count = " to ".join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))
-    words = f"Mean ± standard deviation over the seeds ({count} of them here)"
+    words = f"Mean ± standard deviation over seeds; finished runs a cell: {count}"
     return words + ("; in brackets the paper's number." if any(cell.paper is not None for cell in table) else ".")
