@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -122,6 +122,12 @@ class TorchClient(NumPyClient):
         """The Gaussian that arrays stand for, if the method has one."""
         return None
 
+    def predict(
+        self, posterior: DiagGaussian, batches: list[Tensor], samples: int, generator: torch.Generator
+    ) -> Tensor:
+        """Class probabilities by Monte Carlo over a Gaussian that `posterior` or `personalise` gave."""
+        return predict_mc(self.model, Layout.of(self.model), posterior, batches, samples, generator)
+
     def personalise(self, arrays: NDArrays, config: Mapping[str, Any], work: Work) -> DiagGaussian | None:
         """Turn the model, which has the weights in `arrays`, into the client's own; the Gaussian around it, if any.
 
@@ -158,8 +164,8 @@ class TorchClient(NumPyClient):
     def evaluate(self, parameters: list[NDArray[Any]], config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
         """Score a model on the node's test data, at the mean and, with a posterior, by Monte Carlo.
 
-        It is the server's or, if the server asks for that, the client's own; then the server's stands beside it as
-        `global-mean-*`.
+        It is the server's or, if the server asks for that, the client's own; then the server's, if it has a whole one,
+        stands beside it as `global-mean-*`.
         """
         work = Work.model_validate(config)
         arrays = self._receive(parameters, work)
@@ -169,7 +175,8 @@ class TorchClient(NumPyClient):
         batches = list(self._batches(test, self.data.test, EVALUATION_BATCH))
         labels = torch.from_numpy(np.asarray(test.y[self.data.test], dtype=np.int64))
         if work.personal:
-            metrics = named("global-mean", predict_mean(self.model, batches), labels)
+            if work.own is None:
+                metrics = named("global-mean", predict_mean(self.model, batches), labels)
             metrics[TRAIN_EXAMPLES] = len(self.data.train)
             with self._seeded(work):
                 posterior = self.personalise(arrays, config, work)
@@ -177,10 +184,8 @@ class TorchClient(NumPyClient):
             posterior = self.posterior(arrays, config)
         metrics |= named("mean", predict_mean(self.model, batches), labels)
         if posterior is not None:
-            generator = torch.Generator(self.device).manual_seed(int(self._seed(work).integers(2**63)))
-            layout = Layout.of(self.model)
-            probabilities = predict_mc(self.model, layout, posterior, batches, work.eval_samples, generator)
-            metrics |= named("mc", probabilities, labels)
+            generator = torch.Generator(self.device).manual_seed(int(self._seed(work, "predict").integers(2**63)))
+            metrics |= named("mc", self.predict(posterior, batches, work.eval_samples, generator), labels)
         return metrics["mean-nll"], len(self.data.test), metrics
 
     def epochs(self, work: Work) -> Iterator[tuple[Tensor, Tensor]]:
@@ -202,8 +207,9 @@ class TorchClient(NumPyClient):
         labels = torch.from_numpy(np.asarray(split.y[rows], dtype=np.int64)).to(self.device)
         return iter(torch.split(labels, size))
 
-    def _seed(self, work: Work) -> np.random.Generator:
-        return np.random.default_rng([work.seed, work.server_round, self.client])
+    def _seed(self, work: Work, purpose: Literal["train", "predict"] = "train") -> np.random.Generator:
+        more = [1] if purpose == "predict" else []  # the noise of the training must not come again
+        return np.random.default_rng([work.seed, work.server_round, self.client, *more])
 
     @contextmanager
     def _seeded(self, work: Work) -> Iterator[None]:
@@ -233,7 +239,13 @@ class TorchClient(NumPyClient):
 
 
 def named(at: str, probabilities: Tensor, labels: Tensor) -> dict[str, float]:
-    """Scores as metrics: ``<at>-accuracy`` and so on."""
+    """Scores as metrics: ``<at>-accuracy`` and so on.
+
+    A model that diverged knows nothing: what is no number becomes the same probability for all classes, so that a
+    method is not judged by its better clients only.
+    """
+    known = probabilities.isfinite().all(-1, keepdim=True)
+    probabilities = torch.where(known, probabilities, 1 / probabilities.shape[-1])
     return {f"{at}-{key}": value for key, value in score(probabilities, labels).as_dict().items()}
 
 

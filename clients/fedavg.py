@@ -1,9 +1,11 @@
 """FedAvg, the client half: local epochs of Adam (McMahan et al. 2017)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from clients.base import Told, TorchClient, Work, mean_loss
@@ -33,20 +35,34 @@ class FedAvgClient(TorchClient):
         amend: Callable[[int], None] | None = None,
         only: Callable[[str], bool] = lambda name: True,  # noqa: ARG005
     ) -> float:
-        """Local epochs of Adam on all parameters, or `only` on some by name; the mean loss.
+        """Local epochs of Adam on all parameters, or `only` on some by name (the others need no gradient); mean loss.
 
         `amend` is called with the batch's size when the weights have the gradient of the batch's mean loss, and may
         change it before the step.
         """
-        params = [p for name, p in self.model.named_parameters() if p.requires_grad and only(name)]
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        params, aside = ([p for name, p in named if only(name) == trained] for trained in (True, False))
         optimizer = torch.optim.Adam(params, lr=plan.lr, weight_decay=plan.weight_decay, fused=plan.fused)
         losses = []
-        for inputs, labels in self.epochs(work):
-            optimizer.zero_grad()
-            loss = cross_entropy(self.model(inputs), labels)
-            loss.backward()  # type: ignore[no-untyped-call]
-            if amend is not None:
-                amend(len(labels))
-            optimizer.step()
-            losses.append((loss.detach(), len(labels)))
+        with frozen(aside):
+            for inputs, labels in self.epochs(work):
+                optimizer.zero_grad()
+                loss = cross_entropy(self.model(inputs), labels)
+                loss.backward()  # type: ignore[no-untyped-call]
+                if amend is not None:
+                    amend(len(labels))
+                optimizer.step()
+                losses.append((loss.detach(), len(labels)))
         return mean_loss(losses)
+
+
+@contextmanager
+def frozen(params: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Inside, parameters need no gradient, so that none is computed for them or for what lies before them."""
+    for p in params:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in params:
+            p.requires_grad_(True)

@@ -18,6 +18,8 @@ class Plan(Told):
 
     prior: Literal["zero", "server"] = "zero"
     temperature: float = 1.0
+    local_ess: bool = False  # λ is the number of this client's examples, and `ess` that of the server's posterior
+    test_ess: float = 0.0  # λ of the posterior that predicts; 0: `ess`
     personalise: Literal["prior", "rkl", "w2"] = "prior"
     personal_weight: float = 0.5
 
@@ -28,14 +30,22 @@ def ivon_settings(config: Mapping[str, Any], examples: int) -> IvonSettings:
     return IvonSettings(**{**told, "ess": float(examples)} if told.get("ess") == "local" else told)
 
 
-def personal_arrays(
-    model: nn.Module, arrays: NDArrays, data: LocalData, ivon: IvonSettings, temperature: float, work: Work
-) -> NDArrays:
+def under_server_prior(config: Mapping[str, Any], examples: int) -> dict[str, Any]:
+    """What a client is told, with the server's posterior as prior.
+
+    Where λ is the number ``N`` of the client's examples and the server's posterior has another one, ``λ̃``,
+    ``β/N KL(q ‖ p)`` is ``(β λ̃/N)/λ̃ KL(q ‖ p)``.
+    """
+    plan = Plan.model_validate(config)
+    scale = config["ess"] / examples if plan.local_ess else 1.0
+    return {**config, "prior": "server", "temperature": plan.temperature * scale}
+
+
+def personal_arrays(model: nn.Module, arrays: NDArrays, data: LocalData, config: Mapping[str, Any]) -> NDArrays:
     """A site's personal posterior, for the wire: IVON on its data under a global posterior as prior."""
-    told = {kebab(name): value for name, value in ivon.model_dump().items()}
-    config = {**told, "prior": "server", "temperature": temperature, **work.model_dump(by_alias=True)}
     client = FedIvonClient(model, data)
-    trained, _, _ = client.fit([arrays[key] for key in client.keys], {k: v for k, v in config.items() if v is not None})
+    told = under_server_prior(config, len(data.train))
+    trained, _, _ = client.fit([arrays[key] for key in client.keys], told)
     return dict(zip(client.keys, trained, strict=True))
 
 
@@ -68,7 +78,7 @@ class FedIvonClient(TorchClient):
             self.memory |= trained
         return trained, mean_loss(losses)
 
-    def personalise(self, arrays: NDArrays, config: Mapping[str, Any], work: Work) -> DiagGaussian:
+    def personalise(self, arrays: NDArrays, config: Mapping[str, Any], work: Work) -> DiagGaussian | None:
         """The local posterior under the server's as prior; or, without training, one between it and the client's last.
 
         The latter (a projection) is the barycentre of the two Gaussians, with the weight that the client is told for
@@ -76,15 +86,16 @@ class FedIvonClient(TorchClient):
         """
         plan = Plan.model_validate(config)
         if plan.personalise == "prior":
-            trained, _ = self.train(arrays, {**config, "prior": "server"}, work)
-            return self.posterior(trained, config)
+            trained, _ = self.train(arrays, under_server_prior(config, len(self.data.train)), work)
+            return self.posterior(trained, config) if plan.temperature else None  # β = 0: the limit has no width
         ours, theirs = (self.posterior(part, config) for part in (arrays, self.memory or arrays))
         between = barycentre(ours, theirs, plan.personal_weight, plan.personalise)
         write([p for p in self.model.parameters() if p.requires_grad], between.mean)
         return between
 
     def posterior(self, arrays: NDArrays, config: Mapping[str, Any]) -> DiagGaussian:
-        """The server's posterior, on the node's device."""
+        """The Gaussian that predicts, on the node's device."""
         settings = ivon_settings(config, len(self.data.train))
         mean, hess = (flat(arrays, prefix).to(self.device) for prefix in (MEAN, HESS))
-        return DiagGaussian.from_hess(mean, hess, settings.ess, settings.weight_decay)
+        ess = Plan.model_validate(config).test_ess or settings.ess
+        return DiagGaussian.from_hess(mean, hess, ess, settings.weight_decay)

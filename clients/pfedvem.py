@@ -19,9 +19,9 @@ from fedivon_flwr.errors import UserError
 from fedivon_flwr.meanfield import MeanField
 from fedivon_flwr.optim import write
 from fedivon_flwr.posterior import DiagGaussian, Layout
+from fedivon_flwr.predict import outputs, predict_mc
 from fedivon_flwr.records import NDArrays, to_numpy
 
-CERTAIN = 1e12  # precision of the base, which is no random variable here
 HEAD, PRECISION, VARIANCE = "head", "precision", "head-variance"
 
 
@@ -61,12 +61,16 @@ class PFedVEMClient(TorchClient):
         return self.weights(), loss
 
     def personalise(self, arrays: NDArrays, config: Mapping[str, Any], work: Work) -> DiagGaussian:
-        """Base and head after one more local update; only the head is uncertain."""
+        """The Gaussian over the head after one more local update of base and head."""
         self.train(arrays, config, work)
-        head = torch.from_numpy(self.memory[PRECISION]).to(self.device)
-        params = [p for p in self.model.parameters() if p.requires_grad]
-        mean = torch.cat([p.detach().reshape(-1) for p in params])
-        return DiagGaussian(mean, torch.cat([torch.full_like(mean[: -len(head)], CERTAIN), head]))
+        return DiagGaussian(*(torch.from_numpy(self.memory[key]).to(self.device) for key in (HEAD, PRECISION)))
+
+    def predict(
+        self, posterior: DiagGaussian, batches: list[Tensor], samples: int, generator: torch.Generator
+    ) -> Tensor:
+        """Only the head is uncertain: the features are the same for every draw, and computed once."""
+        base, head = base_and_head(self.model)
+        return predict_mc(head, Layout.of(head), posterior, outputs(base, batches), samples, generator)
 
     def _heads(self, head: nn.Module, plan: Plan) -> tuple[Tensor, MeanField]:
         """The server's head, and the client's own as it was left; a new client starts at the server's."""
@@ -79,8 +83,7 @@ class PFedVEMClient(TorchClient):
     def _fit_head(self, base: nn.Module, head: nn.Module, own: MeanField, prior: DiagGaussian, plan: Plan) -> None:
         """E-step: full-batch steps on ``E_q[ℓ̄] + KL(q ‖ prior) / N``; the features are computed once."""
         train, rows = self.data.dataset.train, self.data.train
-        with torch.no_grad():
-            features = torch.cat([base(batch) for batch in self._batches(train, rows, EVALUATION_BATCH)])
+        features = torch.cat(outputs(base, self._batches(train, rows, EVALUATION_BATCH)))
         (labels,) = self._labels(train, rows, len(rows))
         optimizer = torch.optim.Adam(own.leaves, lr=plan.head_lr)
         for _ in range(plan.head_steps):

@@ -154,6 +154,10 @@ def study(
     set_: Annotated[
         list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change a setting of all runs.")
     ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Do only these runs now, e.g. '*-100-*'; several are possible."),
+    ] = None,
     results: Annotated[Path | None, typer.Option(help="Where the results go (default: results/NAME).")] = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Runs at a time (default: one for each CPU, or one on a GPU).")
@@ -171,7 +175,7 @@ def study(
         out.print(table)
         return
     described = load_study(name, quick, dict(parse_pair(pair) for pair in set_ or []))
-    found = Results(described, (results or Path("results") / described.name).resolve())
+    found = Results(described, (results or Path("results") / described.name).resolve(), only or ())
     if background:
         detach(found, out)
         return
@@ -181,7 +185,7 @@ def study(
     if failed:
         logs = ", ".join(str(found.log(job)) for job in failed)
         raise UserError(
-            f"{len(failed)} of {len(found.jobs)} runs failed, see {logs}; the same command tries them again."
+            f"{len(failed)} of {len(found.wanted)} runs failed, see {logs}; the same command tries them again."
         )
 
 
@@ -351,10 +355,12 @@ def personalize(
     output: Annotated[Path, typer.Option("--output", "-o", help="The personal posterior to write.")] = Path(
         "personal.safetensors"
     ),
-    temperature: Annotated[float, typer.Option(min=0.0, help="β, strength of the global posterior as prior.")] = 1.0,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the data.")] = 5,
-    lr: Annotated[float, typer.Option(min=1e-9, help="Learning rate.")] = 0.1,
-    batch_size: Annotated[int, typer.Option(min=1, help="Examples in a step.")] = 32,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="β, strength of the global posterior as prior (default: the run's).")
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the data (default: the run's).")] = None,
+    lr: Annotated[float | None, typer.Option(min=1e-9, help="Learning rate (default: the run's).")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Examples in a step (default: the run's).")] = None,
     samples: Annotated[int, typer.Option(min=0, help="Weight samples for the scores; 0 predicts at the mean.")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="Seed of batches and noise.")] = 0,
     model: Annotated[str | None, typer.Option(help="package.module:function of a model that you trust.")] = None,
@@ -363,11 +369,11 @@ def personalize(
     import numpy as np
     import torch
 
-    from clients.base import LocalData, Work
+    import strategies
+    from clients.base import LocalData
     from clients.fedivon import personal_arrays
     from fedivon_flwr.data import load
     from fedivon_flwr.metrics import score
-    from fedivon_flwr.optim import IvonSettings
     from fedivon_flwr.runs import load_arrays, save_arrays
     from fedivon_flwr.trained import Trained, posterior_file
     from simulation.report import SCORES, number
@@ -375,13 +381,19 @@ def personalize(
     trained, (arrays, about) = Trained.load(posterior, model), load_arrays(posterior_file(posterior))
     if about["method"] != "fedivon":
         raise UserError(f"'{posterior}' is of the method '{about['method']}' but must be a posterior of FedIvon.")
-    dataset, settings = trained.inputs.fit(load(str(data.resolve()))), about["settings"]
-    ivon = IvonSettings(
-        lr=lr, ess=about["ess"], weight_decay=about["weight_decay"], hess_init=settings.get("fedivon.hess-init", 1.0)
-    )
-    work = Work(seed=seed, local_epochs=epochs, batch_size=batch_size)
-    found = personal_arrays(trained.model, arrays, LocalData.whole(dataset), ivon, temperature, work)
-    made = {"temperature": temperature, "epochs": epochs, "lr": lr, "examples": len(dataset.train)}
+    dataset, settings = trained.inputs.fit(load(str(data.resolve()))), Settings.from_config(about["settings"])
+    strategy = strategies.build(settings)
+    strategy.load_state(about)
+    config = {
+        **strategy.personal_config(),
+        "local-epochs": settings.personal_epochs or settings.local_epochs,
+        "batch-size": settings.batch_size,
+        "seed": seed,
+    }
+    chosen = {"temperature": temperature, "local-epochs": epochs, "batch-size": batch_size, "lr": lr}
+    config |= {key: value for key, value in chosen.items() if value is not None}
+    found = personal_arrays(trained.model, arrays, LocalData.whole(dataset), config)
+    made = {"examples": len(dataset.train), **{key: config[key] for key in (*chosen, "seed")}}
     try:
         save_arrays(output, found, {**about, "personal": made})
     except OSError as error:

@@ -34,6 +34,12 @@ def predict_mean(model: nn.Module, batches: Iterable[Tensor]) -> Tensor:
     return torch.cat(probs)  # out here, so that the result is no inference tensor
 
 
+def outputs(model: nn.Module, batches: Iterable[Tensor]) -> list[Tensor]:
+    """What a network, or a part of one, gives for every batch, without gradients."""
+    with _evaluating(model), torch.no_grad():
+        return [model(part) for part in _parts(batches, _device(model))]
+
+
 def predict_mc(
     model: nn.Module,
     layout: Layout,

@@ -5,6 +5,7 @@ of `MethodOptions`. To add a setting is to add a field here (or there) and, so t
 a commented line in ``[tool.flwr.app.config]``.
 """
 
+import math
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -124,7 +125,7 @@ class Settings(FlatModel):
         for key, value in config.items():
             table, dot, name = key.partition(".")
             if dot:
-                options.setdefault(table, {})[name] = value
+                options.setdefault(table, {})[name] = math.inf if value == "inf" else value
             else:
                 common[key] = value
         if "options" in common:
@@ -138,7 +139,8 @@ class Settings(FlatModel):
 
     def record(self) -> dict[str, Scalar]:
         """What is written down about a run: all but where it is, so that a folder can be moved."""
-        return {key: value for key, value in self.to_config().items() if key not in ("run-dir", "state-dir")}
+        told = {key: value for key, value in self.to_config().items() if key not in ("run-dir", "state-dir")}
+        return {key: "inf" if value == math.inf else value for key, value in told.items()}  # JSON has no infinity
 
     def identity(self) -> dict[str, Scalar]:
         """What must be equal for a run to be continued: all that decides its outcome, for this method."""
@@ -148,10 +150,6 @@ class Settings(FlatModel):
             for key, value in self.record().items()
             if key not in aside and ("." not in key or key.startswith(f"{self.method}."))
         }
-
-    def training(self) -> dict[str, Scalar]:
-        """The part of `identity` that decides what is trained: without the keys of the final prediction, ``test-*``."""
-        return {key: v for key, v in self.identity().items() if not key.rpartition(".")[2].startswith("test-")}
 
 
 def validated(cls: type[M], data: Mapping[str, Any], prefix: str = "") -> M:

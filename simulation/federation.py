@@ -24,9 +24,10 @@ from fedivon_flwr.records import NDArrays, from_record, to_record
 from fedivon_flwr.runs import STATE, Checkpoint, RunFolder, save_arrays, versions, write_json
 from fedivon_flwr.settings import Settings
 from simulation.report import write_report
-from strategies.base import Callback, FederatedStrategy, RoundReport
+from strategies.base import Callback, FederatedStrategy, Reply, RoundReport
 
 EVALUATION_SECONDS = 10.0  # between savings of the final evaluation under way
+TRIES = 3  # how often a client is asked for its personal model
 
 
 def run(grid: Grid, settings: Settings) -> RunFolder:
@@ -183,19 +184,38 @@ def personal_models(
     arrays: ArrayRecord,
     config: ConfigRecord,
 ) -> None:
-    """Let every client make a personal model, some at a time, and keep what it tells; nobody is asked twice."""
+    """Let every client make a personal model, some at a time, and keep what it tells.
+
+    Who does not answer is asked again. The run does not end without a client that is there, since the mean over the
+    others would flatter a method; clients that have left the federation are not waited for.
+    """
     done = {row["client"] for row in folder.clients()}
-    everybody = [client for client, _ in strategy.roster.online(grid, settings.node_wait)]
-    todo = [client for client in everybody if client not in done]
-    for start in range(0, len(todo), settings.clients_per_round):
-        asked = todo[start : start + settings.clients_per_round]
-        for reply in strategy.personal(grid, arrays, config, asked):
-            scores = nested(reply.metrics)
-            examples = int(scores.pop("train")["examples"])
-            seen = reply.client < settings.clients - settings.unseen_clients
-            about = {"client": reply.client, "seen": seen, "examples": examples, "test_examples": reply.examples}
-            folder.append_client(about | {at: scores[at] for at in ("global", "mean", "mc") if at in scores})
-        log(INFO, "Personal models: %d of %d clients", len(done) + start + len(asked), len(everybody))
+    for _ in range(TRIES):
+        everybody = [client for client, _ in strategy.roster.online(grid, settings.node_wait)]
+        todo = [client for client in everybody if client not in done]
+        for start in range(0, len(todo), settings.clients_per_round):
+            began = time.monotonic()
+            replies = strategy.personal(grid, arrays, config, todo[start : start + settings.clients_per_round])
+            for reply in replies:
+                seconds = (time.monotonic() - began) / len(replies)
+                folder.append_client(client_row(reply, settings) | {"seconds": round(seconds, 4)})
+                done.add(reply.client)
+            log(INFO, "Personal models: %d of %d clients", len(done), len(everybody))
+    if missing := [str(client) for client in everybody if client not in done]:
+        raise UserError(
+            f"{len(missing)} of {len(everybody)} clients gave no scores of a personal model in {TRIES} tries "
+            f"({', '.join(missing[:5])}{', …' if len(missing) > 5 else ''}); the log says why. The same command asks "
+            "them again."
+        )
+
+
+def client_row(reply: Reply, settings: Settings) -> dict[str, Any]:
+    """A line of clients.jsonl."""
+    scores = nested(reply.metrics)
+    examples = int(scores.pop("train")["examples"])
+    seen = not settings.unseen_clients or reply.client < settings.clients - settings.unseen_clients
+    about = {"client": reply.client, "seen": seen, "examples": examples, "test_examples": reply.examples}
+    return about | {at: scores[at] for at in ("global", "mean", "mc") if at in scores}
 
 
 def mean_scores(rows: Sequence[Mapping[str, Any]], samples: int) -> dict[str, Any]:
@@ -206,7 +226,8 @@ def mean_scores(rows: Sequence[Mapping[str, Any]], samples: int) -> dict[str, An
 
     found: dict[str, Any] = {"clients": len(rows)}
     found |= {at: over([row[at] for row in rows]) for at in ("mean", "mc") if all(at in row for row in rows)}
-    found["global"] = over([row["global"]["mean"] for row in rows])
+    if all("global" in row for row in rows):
+        found["global"] = over([row["global"]["mean"] for row in rows])
     if "mc" in found:
         found["mc"]["samples"] = samples
     return found
@@ -234,7 +255,8 @@ def finish(
     if settings.evaluation == "server" and strategy.has_global:
         log(INFO, "Final evaluation with %d weight samples", settings.test_samples if posterior else 0)
         predictions, earlier = final_predictions(folder, evaluator, named, posterior, settings.test_samples)
-    rows = folder.metrics()
+    rows, people = folder.metrics(), folder.clients()
+    seconds = sum(row["seconds"] for row in [*rows, *people]) + earlier + time.perf_counter() - began
     summary = {
         "method": settings.method,
         "dataset": settings.dataset,
@@ -243,10 +265,9 @@ def finish(
         "clients": settings.clients,
         "settings": settings.record(),
         "versions": versions(),
-        "seconds": round(sum(row["seconds"] for row in rows) + earlier + time.perf_counter() - began, 2),
+        "seconds": round(seconds, 2),
         "metrics": predictions.scores() if predictions else clients_scores(rows, settings),
     }
-    people = folder.clients()
     for name, seen in (("personal", True), ("unseen", False)):
         if some := [row for row in people if row["seen"] == seen]:
             summary["metrics"][name] = mean_scores(some, settings.test_samples)

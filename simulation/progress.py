@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from clients import CLIENTS
-from fedivon_flwr.runs import draws_done, read_metrics
+from fedivon_flwr.runs import draws_done, read_lines, read_metrics
 from fedivon_flwr.settings import Settings
 from simulation.report import number
 
@@ -28,12 +29,14 @@ class RunState:
     rows: list[dict[str, Any]]  # of metrics.jsonl
     draws: int  # of the final evaluation
     finished: bool
+    people: Sequence[Mapping[str, Any]] = ()  # of clients.jsonl
 
     @classmethod
     def of(cls, settings: Settings) -> "RunState":
         """As the run's folder has it now."""
         path = Path(settings.run_dir)
-        return cls(settings, list(read_metrics(path)), draws_done(path), (path / "summary.json").exists())
+        finished, people = (path / "summary.json").exists(), list(read_lines(path / "clients.jsonl"))
+        return cls(settings, list(read_metrics(path)), draws_done(path), finished, people)
 
     @property
     def rounds_done(self) -> int:
@@ -59,18 +62,29 @@ class RunState:
         extra = median(scored) - median(plain) if scored else 0.0
         return median(plain), max(0.0, extra) / self.passes
 
-    def seconds(self, rounds: int, draws: int) -> float | None:
-        """What so many rounds and weight samples of the final evaluation take; None before the pace is known."""
+    @property
+    def personal_models(self) -> int:
+        """Personal models to be made in the end."""
+        return self.settings.clients if self.settings.personal else 0
+
+    def seconds(self, rounds: int, draws: int, people: int) -> float | None:
+        """What so many rounds, weight samples of the final evaluation and personal models take.
+
+        None before the pace is known; that of personal models is 0 until there is one.
+        """
         if (pace := self.pace()) is None:
             return None
         a_round, a_pass = pace
-        return rounds * a_round + (rounds / self.settings.evaluate_every * self.passes + draws) * a_pass
+        a_client = median(row.get("seconds", 0.0) for row in self.people) if self.people else 0.0
+        evaluations = rounds / self.settings.evaluate_every * self.passes + draws
+        return rounds * a_round + evaluations * a_pass + people * a_client
 
     def seconds_left(self) -> float | None:
         """Until the run is finished; None before the pace is known."""
         if self.finished:
             return 0.0
-        return self.seconds(self.settings.rounds - self.rounds_done, self.final_draws - self.draws)
+        rounds, people = self.settings.rounds - self.rounds_done, self.personal_models - len(self.people)
+        return self.seconds(rounds, self.final_draws - self.draws, people)
 
     def scores(self) -> str:
         """Accuracy and ECE of the last evaluation, or else the training loss."""
@@ -86,11 +100,15 @@ class RunState:
             return "starting"
         if self.finished:
             return f"{self.scores()}  done"
-        phase = ""
-        if self.rounds_done == self.settings.rounds:
+        phase, then, trained = "", "", self.rounds_done == self.settings.rounds
+        if trained and len(self.people) < self.personal_models:
+            phase = f"personal models ({len(self.people)} of {self.personal_models})"
+        elif trained:
             phase = "final evaluation" + (f" ({self.draws} of {self.settings.test_samples})" if self.draws else "")
-        left = self.seconds_left()
-        return "  ".join(part for part in (self.scores(), phase, f"{duration(left or 0.0)} left") if part)
+        elif self.personal_models:
+            then = f", then {self.personal_models} personal models"
+        left = f"{duration(self.seconds_left() or 0.0)} left{then}"
+        return "  ".join(part for part in (self.scores(), phase, left) if part)
 
 
 class Watch:

@@ -1,5 +1,7 @@
 """What the server does: one file per method, each a Flower `Strategy`, named like its other half in `clients`."""
 
+from typing import Any
+
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.registry import Plugins, unknown
 from fedivon_flwr.settings import Settings, validated
@@ -31,7 +33,22 @@ def build(settings: Settings) -> FederatedStrategy:
         unseen=settings.unseen_clients,
         seed=settings.seed,
     )
-    return kind(options, rounds)
+    strategy = kind(options, rounds)
+    strategy.num_rounds = settings.rounds
+    return strategy
+
+
+def training(settings: Settings) -> dict[str, Any]:
+    """The part of the settings that decides what is trained: those that matter after the last round are left out.
+
+    All of them decide it where personal models need what the clients remember, which is gone when a run has ended.
+    """
+    strategy, identity = build(settings), settings.identity()
+    if settings.personal and strategy.remembers:
+        return identity
+    late = {f"{settings.method}.{key}" for key in strategy.late_keys()}
+    names = {key: key.rpartition(".")[2] for key in identity.keys() - late}
+    return {key: identity[key] for key, name in names.items() if not name.startswith(("test-", "personal"))}
 
 
 def complete(settings: Settings) -> Settings:

@@ -154,6 +154,15 @@ class FederatedStrategy(Strategy):
         told: dict[str, Any] = options.model_dump(by_alias=True, exclude={"lr_final", "personal_lr", *without})
         return {**told, "lr": linear_decay(options.lr, options.lr_final, server_round, self.num_rounds)}
 
+    @property
+    def remembers(self) -> bool:
+        """Whether personal models need what the clients keep between rounds."""
+        return self.own is not None
+
+    def late_keys(self) -> set[str]:
+        """The method's keys that do not matter before the last round, besides ``test-*`` and ``personal-*``."""
+        return set()
+
     def evaluate_config(self, server_round: int) -> dict[str, Any]:
         """What clients that evaluate are told besides the round and the seed."""
         return self.train_config(server_round)
@@ -162,6 +171,10 @@ class FederatedStrategy(Strategy):
         """What clients are told that make a personal model after the last round, and evaluate it."""
         told = self.train_config(self.num_rounds)
         return {**told, "lr": self.options.personal_lr or told["lr"], "personal": True}
+
+    def draw(self, clients: Sequence[int], count: int, server_round: int, purpose: str) -> set[int]:
+        """Whom a round asks: some of the connected clients, at random."""
+        return draw(clients, count, self.rounds.seed, server_round, purpose)
 
     @abstractmethod
     def combine(self, replies: Sequence[Reply], sent: NDArrays) -> NDArrays:
@@ -347,7 +360,7 @@ class FederatedStrategy(Strategy):
                 )
             time.sleep(0.5)
         self._awaited = 0  # who leaves later is not waited for
-        chosen = draw([client for client, _ in online], count, self.rounds.seed, server_round, purpose)
+        chosen = self.draw([client for client, _ in online], count, server_round, purpose)
         return [(client, node) for client, node in online if client in chosen]
 
     def _taking_part(self, grid: Grid) -> list[tuple[int, int]]:

@@ -83,8 +83,22 @@ class FedIvon(FederatedStrategy):
 
     def evaluate_config(self, server_round: int) -> dict[str, Any]:
         """As in training, with the ``λ`` that the server's posterior has or, in the end, shall predict with."""
-        ended = server_round == self.num_rounds and self.options.test_ess
-        return {**self.train_config(server_round), "ess": self.options.test_ess if ended else self.ess}
+        ended = server_round == self.num_rounds
+        return {**self.train_config(server_round), "ess": self.ess, "test-ess": self.options.test_ess if ended else 0.0}
+
+    def personal_config(self) -> dict[str, Any]:
+        """The prior is the server's posterior, with its ``λ``; a personal model predicts as wide as the global one."""
+        known = {"ess": self.ess, "test-ess": self.options.test_ess, "local-ess": self.options.ess == "local"}
+        return {**super().personal_config(), **known}
+
+    @property
+    def remembers(self) -> bool:
+        """A projection needs the client's last posterior."""
+        return self.options.personalise != "prior"
+
+    def late_keys(self) -> set[str]:
+        """Under a zero-mean prior, β matters to personal models only."""
+        return {"temperature"} if self.options.prior == "zero" else set()
 
     def refuse(self, arrays: NDArrays) -> str | None:
         """A precision ``λ (h + δ)`` must be positive."""

@@ -1,5 +1,7 @@
 """Local, the server half: it says when to train and nothing else; the baseline without federation."""
 
+from collections.abc import Sequence
+
 from strategies import fedavg
 
 
@@ -13,3 +15,8 @@ class Local(fedavg.FedAvg):
     options_type = Options
     has_global = False
     own = ""
+
+    def draw(self, clients: Sequence[int], count: int, server_round: int, purpose: str) -> set[int]:  # noqa: ARG002
+        """All in turn, so that every client trains equally often."""
+        first = (server_round - 1) * count
+        return {clients[number % len(clients)] for number in range(first, first + count)}

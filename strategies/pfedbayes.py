@@ -31,6 +31,7 @@ class PFedBayes(FederatedStrategy):
 
     options_type: ClassVar[type[MethodOptions]] = Options
     options: Options
+    remembers = True
 
     def model_arrays(self, model: nn.Module) -> NDArrays:
         """The model's weights with one width for all."""

@@ -30,6 +30,11 @@ class PFedMe(FederatedStrategy):
         """The learning rates stay the same in all rounds."""
         return self.options.model_dump(by_alias=True, exclude={"mix", "personal_lr"})
 
+    def personal_config(self) -> dict[str, Any]:
+        """The learning rate of the personal models is that of the personal weights."""
+        told = self.train_config(self.num_rounds)
+        return {**told, "lr-personal": self.options.personal_lr or told["lr-personal"], "personal": True}
+
     def combine(self, replies: Sequence[Reply], sent: NDArrays) -> NDArrays:
         """The mixture of old and new; buffers are averaged."""
         combined, b = average(replies, list(sent)), self.options.mix

@@ -31,6 +31,7 @@ class PFedVEM(FederatedStrategy):
 
     options_type: ClassVar[type[MethodOptions]] = Options
     options: Options
+    remembers = True
 
     def train_config(self, server_round: int) -> dict[str, Any]:
         """The learning rate of the base decays linearly over the rounds."""

@@ -4,6 +4,7 @@ from fedivon_flwr.data.contract import NODES, Contract
 from fedivon_flwr.data.datasets import (
     DATASETS,
     IMAGES,
+    VALIDATION,
     Dataset,
     DatasetSpec,
     Split,
@@ -20,6 +21,7 @@ __all__ = [
     "IMAGES",
     "NODES",
     "PARTITIONERS",
+    "VALIDATION",
     "Contract",
     "Dataset",
     "DatasetSpec",

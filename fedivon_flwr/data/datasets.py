@@ -3,6 +3,9 @@
 Raw data come from `NAME.npz` in the folder `FEDIVON_DATA` or else from torchvision, which
 downloads them on first use; `digits` comes with scikit-learn. A new dataset is one more
 `DatasetSpec` added to `DATASETS`.
+
+Settings must not be chosen on test data: ``NAME@validation`` is a dataset whose test data are a tenth of NAME's
+training data, and whose training data are the rest.
 """
 
 import zipfile
@@ -21,6 +24,8 @@ from fedivon_flwr.data.cache import NAMES, Arrays, data_folder, fingerprint, pre
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.registry import Registry
 
+VALIDATION = "@validation"
+HELD_OUT = 0.1  # of the training data, for validation
 IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
 
 
@@ -78,13 +83,19 @@ def load(name: str) -> Dataset:
     """Load a dataset by name, or from the path of an own `.npz` file or folder of images.
 
     An own file holds `x_train`, `y_train` and, if there are test data, `x_test`, `y_test`: uint8 images `(N, H, W)` or
-    `(N, H, W, C)`, or float data `(N, …)`, with labels from 0. For a folder see `read_images`.
+    `(N, H, W, C)`, or float data `(N, …)`, with labels from 0. For a folder see `read_images`. With ``@validation``
+    behind it, a part of the training data takes the place of the test data.
 
     >>> digits = load("digits")
     >>> digits.train.x.shape, digits.shape, digits.classes
     ((1437, 8, 8, 1), (1, 8, 8), 10)
+    >>> len(load("digits@validation").train), len(load("digits@validation").test)
+    (1295, 142)
     """
-    return _load_own(name) if name.endswith(".npz") or "/" in name else _load_named(name, DATASETS[name])
+    source = name.removesuffix(VALIDATION)
+    if source.endswith(".npz") or "/" in source:
+        return _load_own(name, source)
+    return _load_named(name, source, DATASETS[source])
 
 
 def batch_to_tensor(x: np.ndarray, dataset: Dataset, device: torch.device) -> torch.Tensor:
@@ -121,9 +132,9 @@ def channels_last(images: torch.Tensor) -> torch.Tensor:
     return images.contiguous(memory_format=torch.channels_last).as_strided(images.shape, strides)
 
 
-def _load_named(name: str, spec: DatasetSpec) -> Dataset:
-    source = spec.source or name
-    arrays = _named_arrays(source, spec)
+def _load_named(name: str, plain: str, spec: DatasetSpec) -> Dataset:
+    source = spec.source or plain
+    arrays = _prepared(*_named_arrays(source, spec), name)
     channels, labels = len(spec.mean), len(spec.superclass) or spec.classes
     top = max(int(arrays[f"y_{part}"].max(initial=0)) for part in ("train", "test"))
     if arrays["x_train"].dtype != np.uint8 or arrays["x_train"].shape[-1] != channels or top >= labels:
@@ -135,26 +146,46 @@ def _load_named(name: str, spec: DatasetSpec) -> Dataset:
     return _dataset(name, train, test, spec.classes, spec.mean, spec.std)
 
 
-def _named_arrays(source: str, spec: DatasetSpec) -> Arrays:
+def _named_arrays(source: str, spec: DatasetSpec) -> tuple[str, Callable[[], Arrays]]:
+    """Under which key the arrays are kept, and how to make them."""
     if spec.bundled:
-        return prepared(f"{source}-{fingerprint('bundled')}", lambda: tidy(spec.fetch(Path()), source))
+        return f"{source}-{fingerprint('bundled')}", lambda: tidy(spec.fetch(Path()), source)
     folder = data_folder()
     npz = folder / f"{source}.npz"
     if npz.is_file():
-        return prepared(f"{source}-{fingerprint(npz)}", lambda: tidy(read_npz(npz), f"'{npz}'"))
-    key = f"{source}-{fingerprint('torchvision')}"
-    return prepared(key, lambda: tidy(_download(source, spec.fetch, folder), source))
+        return f"{source}-{fingerprint(npz)}", lambda: tidy(read_npz(npz), f"'{npz}'")
+    return f"{source}-{fingerprint('torchvision')}", lambda: tidy(_download(source, spec.fetch, folder), source)
 
 
-def _load_own(name: str) -> Dataset:
-    path = Path(name).expanduser()
+def _prepared(key: str, prepare: Callable[[], Arrays], name: str) -> Arrays:
+    arrays = prepared(key, prepare)
+    return prepared(f"{key}-validation", lambda: hold_out(arrays)) if name.endswith(VALIDATION) else arrays
+
+
+def hold_out(arrays: Arrays, share: float = HELD_OUT) -> Arrays:
+    """A share of the training data, of every label, in place of the test data; drawn with a fixed seed.
+
+    >>> y = np.repeat([0, 1], [20, 40])
+    >>> found = hold_out({"x_train": np.arange(60), "y_train": y})
+    >>> found["y_train"].tolist().count(1), found["y_test"].tolist().count(1), found["x_test"].tolist()
+    (36, 4, [4, 19, 28, 36, 40, 50])
+    """
+    x, y, draw = arrays["x_train"], arrays["y_train"], np.random.default_rng(0)
+    rows = [draw.permutation(np.flatnonzero(y == label)) for label in np.unique(y)]
+    held = np.sort(np.concatenate([some[: round(share * len(some))] for some in rows]))
+    rest = np.setdiff1d(np.arange(len(y)), held)
+    return {"x_train": x[rest], "y_train": y[rest], "x_test": x[held], "y_test": y[held]}
+
+
+def _load_own(name: str, source: str) -> Dataset:
+    path = Path(source).expanduser()
     if not path.exists():
         raise UserError(
             f"There is no data file '{path}'; give the path of an .npz file with {', '.join(NAMES)}, or of a folder "
             "with images in train/LABEL and test/LABEL."
         )
     read = read_images if path.is_dir() else read_npz
-    arrays = prepared(f"{path.stem}-{fingerprint(path)}", lambda: tidy(read(path), f"'{path}'"))
+    arrays = _prepared(f"{path.stem}-{fingerprint(path)}", lambda: tidy(read(path), f"'{path}'"), name)
     train, test = (_split(arrays, part) for part in ("train", "test"))
     classes = 1 + max(int(split.y.max(initial=0)) for split in (train, test))
     if train.x.dtype != np.uint8:

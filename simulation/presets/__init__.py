@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import strategies
+from fedivon_flwr.data import VALIDATION
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.registry import unknown
 from fedivon_flwr.settings import Settings, read_toml
@@ -29,7 +30,7 @@ def named_toml(kind: str, name: str, folder: Path) -> Path:
 
 def own_file(value: Any) -> Any:
     """The absolute path where a value names a file or folder of the user's, the value itself otherwise."""
-    own = isinstance(value, str) and (value.endswith((".toml", ".npz")) or "/" in value)
+    own = isinstance(value, str) and (value.removesuffix(VALIDATION).endswith((".toml", ".npz")) or "/" in value)
     return str(Path(value).expanduser().resolve()) if own else value
 
 

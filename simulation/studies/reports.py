@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+import strategies
 from fedivon_flwr.data import load
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.evaluation import draw_seed
@@ -35,7 +36,7 @@ from simulation.plots import (
     shades,
 )
 from simulation.report import AT_MEAN, SCORES, label, who_has_what
-from simulation.studies.spec import Job, Study, known_studies, load_study, same_run
+from simulation.studies.spec import Job, Study, file_name, jobs, known_studies, load_study, same_run
 from simulation.studies.tables import (
     METRICS,
     Cell,
@@ -50,12 +51,11 @@ from simulation.studies.tables import (
 )
 
 CALIBRATION = ("ece", "nll", "brier")
-PERSONAL_DRAWN = ("pm_accuracy", "gm_accuracy", "pm_ece", "gm_ece")
 OOD_EXAMPLES = 5000  # of each of the two datasets
 MOST_PANELS = 4  # side by side
-FEW_SAMPLES = (
-    "On the way FedIvon predicts with the posterior as it trains (`ess`) and a few weight samples (`eval-samples`), "
-    "and FedLaplace, whose training needs no width, at the mean. Tables are of the final evaluation, with the width "
+ON_THE_WAY = (
+    "On the way methods predict with the posterior as it trains (`ess`) and a few weight samples (`eval-samples`), or, "
+    "like FedLaplace, whose training needs no width, at the mean. Tables are of the final evaluation, with the width "
     "for prediction (`test-ess`, `test-prior`) and many samples (`test-samples`), so a curve does not end at its "
     "number in the table.",
     "",
@@ -67,6 +67,7 @@ class Report(ABC):
 
     key: ClassVar[str] = ""  # of what `collect` adds to a run's JSON
     of_runs: ClassVar[bool] = True
+    of_global: ClassVar[bool] = True  # whether it needs scores of the server's model
 
     def check(self, study: Study) -> None:  # noqa: B027
         """Refuse a study that lacks what the report needs."""
@@ -190,6 +191,7 @@ class PersonalTable(Report):
     """Personal models on the clients' own test data, beside the global one on all of it."""
 
     key = "people"
+    of_global = False
 
     def check(self, study: Study) -> None:
         """The runs must make personal models."""
@@ -204,14 +206,19 @@ class PersonalTable(Report):
         """The table, and a figure of the clients of each dataset and variant."""
 
         def scores(run: Run, method: str) -> Mapping[str, float | None]:
-            pm = scores_at({"metrics": run["metrics"]["personal"]}, method)
-            gm = scores_at(run, method) if "mean" in run["metrics"] else {}
-            return {f"{at}_{key}": part[key] for at, part in (("pm", pm), ("gm", gm)) for key in SCORES if key in part}
+            found = run["metrics"]
+            parts = {"pm": found["personal"], "gm": found, "um": found.get("unseen", {})}
+            scored = {at: scores_at({"metrics": part}, method) for at, part in parts.items() if "mean" in part}
+            return {f"{at}_{key}": part[key] for at, part in scored.items() for key in SCORES}
 
-        metrics = ["pm_accuracy", "gm_accuracy", *(f"{at}_{key}" for at in ("pm", "gm") for key in CALIBRATION)]
-        lines = write_table(study, cells(study, runs, metrics, scores), folder, "personal", PERSONAL_DRAWN)
+        unseen = any(job.settings.unseen_clients for job in jobs(study))
+        models = ["pm", "gm", *(["um"] if unseen else [])]
+        metrics = [f"{at}_accuracy" for at in models] + [f"{at}_{key}" for at in models for key in CALIBRATION]
+        drawn = [f"{at}_{key}" for key in ("accuracy", "ece") for at in models]
+        lines = write_table(study, cells(study, runs, metrics, scores), folder, "personal", drawn)
         lines += [
-            "PM: mean over clients, each on the test data of its classes. GM: the server's model, on all of it.",
+            "PM: mean over clients, each on the test data of its classes. GM: the server's model, on all of it."
+            + (" UM: like PM, of clients that took no part in the training." if unseen else ""),
             "",
         ]
         methods = {method.removesuffix(AT_MEAN) for method in study.methods}
@@ -219,7 +226,7 @@ class PersonalTable(Report):
         for preset, variant in itertools.product(study.presets, [v.label for v in study.variants] or [""]):
             mine = select(runs, preset=preset, variant=variant, method=shown)
             if mine:
-                name = "-".join(part for part in ("clients", Path(preset).stem, variant) if part)
+                name = "-".join(part for part in ("clients", Path(preset).stem, file_name(variant)) if part)
                 title = f"{label(shown)}: {Path(preset).stem}" + (f", {study.column} = {variant}" if variant else "")
                 figure = personal_figure(min(mine, key=lambda run: run["seed"])["people"], title)
                 lines += [both(figure, folder, name, f"every client's models, {title}"), ""]
@@ -240,9 +247,10 @@ class Curves(Report):
         """curves.csv, and a figure with a panel for each dataset, or for each variant (method) of a dataset."""
         write_bytes(folder / "curves.csv", curves_csv(study, runs))
         if not study.column:
-            panels = {Path(p).stem: by_method(study, select(runs, preset=p)) for p in study.presets}
-            return [*curves_shown(panels, folder, "curves"), *FEW_SAMPLES]
-        lines: list[str] = []
+            panels = {name: by_method(study, select(runs, preset=p)) for p, name in names_of(study).items()}
+            lines = curves_shown(panels, folder, "curves")
+            return [*lines, *ON_THE_WAY] if lines else []
+        lines = []
         for preset in study.presets:
             mine = select(runs, preset=preset)
             if len(study.variants) <= MOST_PANELS:
@@ -251,7 +259,7 @@ class Curves(Report):
             else:
                 panels = {label(method): by_variant(study, mine, method) for method in study.methods}
             lines += curves_shown(panels, folder, f"curves-{Path(preset).stem}")
-        return [*lines, *FEW_SAMPLES]
+        return [*lines, *ON_THE_WAY] if lines else []
 
 
 def by_method(study: Study, runs: Sequence[Run]) -> list[Curve]:
@@ -286,11 +294,12 @@ def select(runs: Sequence[Run], **wanted: str) -> list[Run]:
 
 
 def curve_of(run: Run, method: str) -> Iterator[tuple[int, Mapping[str, float | None]]]:
-    """A method's scores in the rounds in which they were taken: at the mean if it draws nothing on the way."""
-    drawn = any("mc" in row for row in run["curve"]) and not method.endswith(AT_MEAN)
+    """A method's scores in the rounds in which they were taken: at the mean if it draws nothing in the last."""
+    drawn = "mc" in run["curve"][-1] and not method.endswith(AT_MEAN) if run["curve"] else False
+    at = "mc" if drawn else "mean"
     for row in run["curve"]:
-        if "mc" in row or not drawn:
-            yield row["round"], scores_at({"metrics": row}, method)
+        if at in row:
+            yield row["round"], row[at]
 
 
 def mean_curve(runs: Sequence[Run], method: str) -> tuple[list[int], list[float], list[float]] | None:
@@ -352,9 +361,9 @@ class ReliabilityDiagrams(Report):
                     first = min(mine, key=lambda run: run["seed"])
                     bins[method] = (label(method), as_bins(scores_at({"metrics": first["reliability"]}, method)))
             if bins:
-                stem = Path(preset).stem
-                figure = reliability_figure(bins, f"{stem}: reliability")
-                lines += [both(figure, folder, f"reliability-{stem}", f"reliability diagrams, {stem}"), ""]
+                stem, name = Path(preset).stem, names_of(study)[preset]
+                figure = reliability_figure(bins, f"{name}: reliability")
+                lines += [both(figure, folder, f"reliability-{stem}", f"reliability diagrams, {name}"), ""]
         return lines
 
 
@@ -370,7 +379,7 @@ def as_bins(saved: Mapping[str, Any]) -> Reliability:
 class Partitions(Report):
     """Who has which class: made of the data, without any run."""
 
-    of_runs = False
+    of_runs = of_global = False
 
     def write(self, study: Study, runs: Sequence[Run], folder: Path) -> list[str]:  # noqa: ARG002
         """partitions.csv, and a figure for every dataset."""
@@ -412,10 +421,16 @@ def check_study(study: Study) -> None:
         REPORTS[name].check(study)
 
 
-def check_job(job: Job) -> None:
+def check_job(job: Job, study: Study) -> None:
     """Refuse a run that would give no scores."""
     if (given := job.settings.evaluation) != "server":
         raise UserError(f"The setting 'evaluation' is '{given}' but must be 'server' in a study, which needs scores.")
+    method, needing = job.settings.method, [name for name in study.reports if REPORTS[name].of_global]
+    if needing and not strategies.STRATEGIES[method].has_global:
+        raise UserError(
+            f"The method '{method}' trains no model for all, which the report '{needing[0]}' needs; leave one of them "
+            "out, or use the report 'personal'."
+        )
 
 
 def collect(job: Job, study: Study) -> dict[str, Any]:
@@ -432,7 +447,7 @@ def collect(job: Job, study: Study) -> dict[str, Any]:
 
 def is_collected(job: Job, study: Study, saved: Run | None) -> bool:
     """Whether a JSON file is that of this run, with all that the reports need."""
-    if saved is None or not same_run(saved["settings"], job.settings):
+    if not isinstance(saved, Mapping) or not same_run(saved.get("settings"), job.settings):
         return False
     return all(REPORTS[name].is_current(saved, job, study) for name in study.reports)
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fnmatch import filter as filter_names
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -25,6 +26,7 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+import strategies
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.runs import fork, read_json, write_json
 from fedivon_flwr.settings import read_tables
@@ -44,10 +46,17 @@ class Results:
 
     study: Study
     folder: Path
+    only: Sequence[str] = ()  # patterns of the runs to do now; none: all
     jobs: list[Job] = field(init=False)
+    wanted: list[Job] = field(init=False)
 
     def __post_init__(self) -> None:
         self.jobs = jobs(self.study)
+        names = [job.name for job in self.jobs]
+        if stray := next((pattern for pattern in self.only if not filter_names(names, pattern)), None):
+            raise UserError(f"No run of the study fits --only '{stray}'; the runs are: {', '.join(names)}.")
+        wanted = {name for pattern in self.only or ["*"] for name in filter_names(names, pattern)}
+        self.wanted = [job for job in self.jobs if job.name in wanted]
 
     def path(self, job: Job) -> Path:
         """The JSON file of a run."""
@@ -66,7 +75,7 @@ class Results:
 
     def open_jobs(self) -> list[Job]:
         """The runs that are still to be done."""
-        return [job for job in self.jobs if self.saved(job) is None]
+        return [job for job in self.wanted if self.saved(job) is None]
 
     def check(self) -> None:
         """Find out before anything is started what would fail later."""
@@ -75,7 +84,7 @@ class Results:
             raise UserError(self._running())
         check_study(self.study)
         for job in self.open_jobs():
-            check_job(job)
+            check_job(job, self.study)
             check(job.settings, wait=True)
 
     def write(self) -> None:
@@ -121,7 +130,8 @@ class Results:
     def locked(self) -> Iterator[None]:
         """Keep a second process of the same study out."""
         try:
-            (self.folder / "runs").mkdir(parents=True, exist_ok=True)
+            for name in ("runs", "logs"):
+                (self.folder / name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(self._unusable(error)) from None
         lock = FileLock(self.folder / ".lock")
@@ -174,7 +184,6 @@ def run_study(results: Results, slots: int, console: Console) -> list[Job]:
     with results.locked(), Board(results, console, slots) as board:
         waiting, failed = results.open_jobs(), []
         running: dict[Job, SpawnProcess] = {}
-        (results.folder / "logs").mkdir(exist_ok=True)
         results.write()
         try:
             while waiting or running:
@@ -199,8 +208,8 @@ def run_study(results: Results, slots: int, console: Console) -> list[Job]:
 
 def next_job(waiting: Sequence[Job], running: Iterable[Job]) -> Job | None:
     """The first that nobody trains already: variants may share their training."""
-    busy = {digest(job.settings.training()) for job in running}
-    return next((job for job in waiting if digest(job.settings.training()) not in busy), None)
+    busy = {digest(strategies.training(job.settings)) for job in running}
+    return next((job for job in waiting if digest(strategies.training(job.settings)) not in busy), None)
 
 
 def start(job: Job, results: Results, share: int) -> SpawnProcess:
@@ -263,7 +272,7 @@ class Board:
         columns = (TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[state]}"))
         self._bars = Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal)
         self._tasks: dict[str, TaskID] = {}
-        self._states = {job: RunState.of(job.settings) for job in results.jobs}
+        self._states = {job: RunState.of(job.settings) for job in results.wanted}
         self._line = -LINE_SECONDS
 
     def __enter__(self) -> "Board":
@@ -279,7 +288,7 @@ class Board:
             return
         self._line = time.monotonic()
         self._states |= {job: RunState.of(job.settings) for job in running}
-        total = len(self._results.jobs)
+        total = len(self._results.wanted)
         ended = total - len(waiting) - len(running)
         left = time_left(self._states, [*running, *waiting], self._slots)
         head = f"{ended} of {total} runs ended" + (f", about {duration(left)} left" if left is not None else "")
@@ -311,7 +320,7 @@ def time_left(states: Mapping[Job, RunState], todo: Sequence[Job], slots: int) -
         if (own := states[job].seconds_left()) is not None:
             left.append(own)
             continue
-        whole = job.settings.rounds, states[job].final_draws
+        whole = job.settings.rounds, states[job].final_draws, states[job].personal_models
         known = [(s, other.preset) for other, state in states.items() if (s := state.seconds(*whole)) is not None]
         if not known:
             return None

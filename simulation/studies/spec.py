@@ -29,6 +29,7 @@ from typing import Any, Self
 import tomli_w
 from pydantic import Field, model_validator
 
+import strategies
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.runs import checkpoint_file, read_json, runs_folder
 from fedivon_flwr.settings import FlatModel, Settings, flatten, read_tables, validated
@@ -65,8 +66,8 @@ class Study(FlatModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.variants and not self.column:
-            raise ValueError("A study with variants needs the key 'column': the name of what they vary")
+        if bool(self.variants) != bool(self.column):
+            raise ValueError("The key 'column' (the name of what is varied) and 'variants' need each other")
         if isinstance(self.seeds, dict) and set(self.seeds) != set(self.presets):
             raise ValueError(f"The key 'seeds' must have one list for each of the presets: {', '.join(self.presets)}")
         if not all(self.seeds_of(preset) for preset in self.presets):
@@ -122,7 +123,8 @@ def load_study(name: str, quick: bool = False, changes: Mapping[str, Any] | None
         settings |= flat_table(short, "settings")
         data |= {**short, "name": f"{data['name']}-quick"}
         paper = flat_table(data, "paper", flat=False)
-        data["paper"] = {key: table for key, table in paper.items() if key in data.get("presets", [])}
+        presets = data.get("presets")
+        data["paper"] = {key: table for key, table in paper.items() if isinstance(presets, list) and key in presets}
     if changes:  # other settings, other results
         data["name"] = f"{data['name']}-{digest(changes)}"
     data["settings"] = settings | dict(changes or {})
@@ -180,9 +182,17 @@ def job(study: Study, preset: str, variant: Variant, method: str, seed: int) -> 
     """One run."""
     settings, stem = study.settings_of(preset, **variant.settings, method=method, seed=seed), Path(preset).stem
     folder = run_folder(settings, f"{stem}-{method}-seed{seed}")
-    label = "".join(c if c.isalnum() or c in ".-" else "-" for c in variant.label)
-    name = "-".join(part for part in (stem, method, label, f"seed{seed}") if part)
+    name = "-".join(part for part in (stem, method, file_name(variant.label), f"seed{seed}") if part)
     return Job(name, preset, variant.label, settings.model_copy(update={"run_dir": str(folder)}))
+
+
+def file_name(label: str) -> str:
+    """A label as part of the name of a file.
+
+    >>> file_name("0.999, lr/10")
+    '0.999--lr-10'
+    """
+    return "".join(c if c.isalnum() or c in ".-" else "-" for c in label)
 
 
 def run_folder(settings: Settings, name: str) -> Path:
@@ -193,15 +203,10 @@ def run_folder(settings: Settings, name: str) -> Path:
 
 
 def trained_folder(settings: Settings) -> Path | None:
-    """A run that was trained to its end with these settings, whatever it predicted with then; None if there is none.
-
-    With personal models there is none: what the clients remembered for them is gone.
-    """
-    if settings.personal:
-        return None
+    """A run that was trained to its end with these settings, whatever it was used for then; None if there is none."""
     for path in siblings(Path(settings.run_dir)):
         trained = (path / checkpoint_file(settings.rounds)).exists()
-        if trained and same_run(read_json(path / "settings.json"), settings, Settings.training):
+        if trained and same_run(read_json(path / "settings.json"), settings, strategies.training):
             return path
     return None
 

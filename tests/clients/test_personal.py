@@ -14,7 +14,8 @@ from torch.nn.functional import cross_entropy, softplus
 
 import clients.pfedme
 import strategies
-from clients.base import LocalData, TorchClient, Work, _state
+from clients import CLIENTS
+from clients.base import LocalData, TorchClient, Work, _state, named
 from clients.fedavg import FedAvgClient
 from clients.fedivon import FedIvonClient
 from clients.fedper import FedPerClient
@@ -30,6 +31,9 @@ from fedivon_flwr.models import build
 from fedivon_flwr.posterior import DiagGaussian, Layout
 from fedivon_flwr.records import NDArrays, flat, model_arrays, to_record
 from fedivon_flwr.settings import Settings
+from strategies.base import FederatedStrategy
+from strategies.fedivon import FedIvon
+from strategies.fedivon import Options as FedIvonOptions
 
 TOLD: dict[str, Any] = {"server-round": 1, "seed": 0, "batch-size": 32, "local-epochs": 1, "eval-samples": 4}
 ADAM = TOLD | {"lr": 1e-3}
@@ -158,6 +162,82 @@ def test_a_personal_model_of_fedivon_is_the_posterior_under_the_servers() -> Non
     assert float((strong.mean - prior.mean).norm()) < float((free.mean - prior.mean).norm())
 
 
+def told_by(strategy: FederatedStrategy, **changes: Any) -> dict[str, Any]:
+    """What a server tells a client that makes a personal model."""
+    return TOLD | strategy.personal_config() | {key.replace("_", "-"): value for key, value in changes.items()}
+
+
+def personal(arrays: NDArrays, config: dict[str, Any]) -> DiagGaussian:
+    """The personal posterior of a FedIvon client."""
+    client, work = FedIvonClient(mlp(), data()), Work.model_validate(config)
+    with client._seeded(work):
+        found = client.personalise(arrays, config, work)
+    assert found is not None
+    return found
+
+
+def test_without_a_prior_a_personal_model_has_no_width() -> None:
+    """β = 0 is maximum likelihood: the limit of the posterior is a point."""
+    config = told_by(FedIvon(FedIvonOptions(temperature=0.0)))
+    client = FedIvonClient(mlp(), data())
+    assert client.personalise(model_arrays(mlp(), 1.0), config, Work.model_validate(config)) is None
+    _, _, metrics = client.evaluate(list(model_arrays(mlp(), 1.0).values()), config)
+    assert "mean-nll" in metrics
+    assert "mc-nll" not in metrics
+
+
+def test_a_personal_model_predicts_as_wide_as_the_global_one() -> None:
+    arrays = model_arrays(mlp(), 1.0)
+    plain, wide = (told_by(FedIvon(FedIvonOptions(ess=100.0, test_ess=ess))) for ess in (0.0, 20.0))
+    narrow, broad = personal(arrays, plain), personal(arrays, wide)
+    assert torch.equal(narrow.mean, broad.mean)
+    torch.testing.assert_close(narrow.precision, 5 * broad.precision)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 100.0, math.inf])
+def test_the_servers_posterior_keeps_its_width_where_lambda_is_the_number_of_examples(temperature: float) -> None:
+    """λ is the client's number of examples in the loss; the prior is the server's, with the server's λ."""
+    strategy = FedIvon(FedIvonOptions(ess="local", temperature=temperature, weight_decay=1e-3))
+    strategy.load_state({"ess": 4.0 * COUNT})
+    config, arrays = told_by(strategy), model_arrays(mlp(), 1.0)
+    found, server = personal(arrays, config), strategy.posterior(arrays)
+    assert server is not None
+    if temperature == math.inf:
+        torch.testing.assert_close(found.mean, server.mean)
+        torch.testing.assert_close(found.precision, server.precision)
+        return
+    # the same as a client whose λ is the server's, with a prior as much stronger
+    other = config | {"local-ess": False, "temperature": 4.0 * temperature}
+    same = personal(arrays, other)
+    assert torch.equal(found.mean, same.mean)
+    assert torch.equal(found.precision, same.precision)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedper", "local"])
+def test_the_servers_model_is_scored_where_it_is_a_whole_one(method: str) -> None:
+    strategy = strategies.build(Settings.from_config({"method": method}))
+    config = told_by(strategy) | ({} if strategy.own is None else {"own": strategy.own})
+    client = CLIENTS[method](mlp(), data())
+    fit(client, config)
+    given = model_arrays(mlp())
+    _, _, metrics = client.evaluate(list(given.values()), config)
+    assert ("global-mean-accuracy" in metrics) == (method == "fedavg")
+    if method == "local":  # its model is what it has trained, and is not trained further
+        assert all(np.array_equal(client.weights()[key], client.memory[key]) for key in client.weights())
+
+
+def test_a_model_that_diverged_knows_nothing() -> None:
+    labels = torch.tensor([1, 1, 2])
+    found = named("mean", torch.tensor([[0.0, 1.0, 0.0], [math.nan] * 3, [0.0, 0.0, 1.0]]).double(), labels)
+    assert found["mean-nll"] == pytest.approx(math.log(3) / 3)
+    assert found["mean-accuracy"] == pytest.approx(2 / 3)
+
+
+def test_the_draws_of_a_prediction_are_not_the_noise_of_the_training() -> None:
+    client, work = FedIvonClient(mlp(), data()), Work()
+    assert client._seed(work).integers(2**63) != client._seed(work, "predict").integers(2**63)
+
+
 @pytest.mark.parametrize(("kind", "weight"), [("rkl", 0.3), ("w2", 0.3), ("rkl", 0.0), ("w2", 1.0)])
 def test_a_projection_lies_between_the_server_and_the_clients_last_posterior(kind: str, weight: float) -> None:
     config = TOLD | {"lr": 0.1, "ess": 100.0, "weight-decay": 1e-3, "personalise": kind, "personal-weight": weight}
@@ -166,6 +246,7 @@ def test_a_projection_lies_between_the_server_and_the_clients_last_posterior(kin
     arrays = {key: array + (0.5 if key.startswith("hess") else 0.1) for key, array in own.items()}
     assert all(np.array_equal(client.memory[key], own[key]) for key in own)
     found = client.personalise(arrays, config, Work.model_validate(config))
+    assert found is not None
     server, last = (client.posterior(part, config) for part in (arrays, own))
     if kind == "rkl":
         precision = (1 - weight) * server.precision + weight * last.precision
@@ -176,7 +257,9 @@ def test_a_projection_lies_between_the_server_and_the_clients_last_posterior(kin
     torch.testing.assert_close(found.mean, mean)
     torch.testing.assert_close(found.precision, precision)
     new = FedIvonClient(mlp(), data())  # never trained: the server's
-    torch.testing.assert_close(new.personalise(arrays, config, Work.model_validate(config)).mean, server.mean)
+    unmoved = new.personalise(arrays, config, Work.model_validate(config))
+    assert unmoved is not None
+    torch.testing.assert_close(unmoved.mean, server.mean)
 
 
 def test_pfedme_finds_the_proximal_operator_of_a_quadratic(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,6 +331,12 @@ def test_only_the_head_of_pfedvem_is_uncertain() -> None:
     config = TOLD | strategies.build(Settings.from_config({"method": "pfedvem"})).train_config(1)
     client = PFedVEMClient(mlp(), data())
     found = client.personalise(model_arrays(mlp()), config, Work.model_validate(config))
-    heads = sum(client.model.get_parameter(name).numel() for name in HEADS)
-    assert found.std[:-heads].max() < 1e-5
-    assert found.std[-heads:].min() > 1e-3
+    assert len(found.mean) == sum(client.model.get_parameter(name).numel() for name in HEADS)
+    inputs = torch.randn(7, 1, 8, 8)
+    probabilities = client.predict(found, [inputs[:4], inputs[4:]], 3, torch.Generator().manual_seed(1))
+    generator, expected = torch.Generator().manual_seed(1), torch.zeros(7, 10, dtype=torch.float64)
+    for _ in range(3):  # the whole network, with a head that was drawn
+        head = Layout.of(client.model.get_submodule("head")).split(found.sample(1, generator)[0])
+        drawn = torch.func.functional_call(client.model, {f"head.{key}": p for key, p in head.items()}, (inputs,))
+        expected += drawn.detach().double().softmax(-1) / 3
+    torch.testing.assert_close(probabilities, expected, atol=1e-6, rtol=1e-5)

@@ -594,3 +594,29 @@ def test_a_named_file_that_holds_something_else(folders: Path, arrays: dict[str,
     assert "are of something else: expected uint8 images with 3 channel(s) and labels from 0 to 9" in sentence(
         "cifar10"
     )
+
+
+# Held out for validation
+
+
+def test_validation_takes_nothing_from_the_test_data(tmp_path: Path) -> None:
+    x, y = np.arange(2 * 40, dtype=np.float32).reshape(40, 2), np.arange(40) % 4
+    np.savez(tmp_path / "own.npz", x_train=x, y_train=y, x_test=-1 - x[:8], y_test=y[:8])
+    whole, held = load(str(tmp_path / "own.npz")), load(str(tmp_path / "own.npz") + "@validation")
+    assert (len(held.train), len(held.test)) == (36, 4)
+    assert sorted(held.test.y) == [0, 1, 2, 3]  # some of every class
+    together = np.concatenate([held.train.x, held.test.x])
+    assert sorted(map(tuple, together)) == sorted(map(tuple, whole.train.x))
+    assert (held.shape, held.classes, held.mean) == (whole.shape, whole.classes, whole.mean)
+    with pytest.raises(UserError, match="Unknown dataset 'nope'"):
+        load("nope@validation")
+
+
+def test_validation_keeps_subclasses(tmp_path: Path) -> None:
+    """A dataset with superclasses is divided by subclass."""
+    labels = np.repeat(np.arange(100), 10)
+    x = np.zeros((1000, 4, 4, 3), np.uint8)
+    np.savez(tmp_path / "data" / "cifar100.npz", x_train=x, y_train=labels, x_test=x, y_test=labels)
+    held = load("cifar100-superclass@validation")
+    assert held.classes == 20
+    assert np.array_equal(np.sort(held.test.group), np.arange(100))

@@ -334,6 +334,13 @@ def test_a_site_gets_a_personal_posterior(fedivon: Command, run: Path, tmp_path:
     assert kept.code == 0
     again = fedivon("personalize", run, own, "-o", tmp_path / "again.safetensors", "--samples", 8)
     assert again.out.replace("again", "mine") == ended.out
+    settings = Settings.from_config(json.loads((run / "settings.json").read_text()))
+    told = strategies.build(settings).personal_config()
+    made = load_arrays(tmp_path / "mine.safetensors")[1]["personal"]  # as the clients of the run make theirs
+    assert made["local-epochs"] == settings.local_epochs
+    assert (made["lr"], made["temperature"]) == (told["lr"], told["temperature"])
+    assert fedivon("personalize", run, own, "-o", tmp_path / "again.safetensors", "--epochs", 2).code == 0
+    assert load_arrays(tmp_path / "again.safetensors")[1]["personal"] == made | {"local-epochs": 2}
 
 
 def test_an_infinite_strength_keeps_the_global_posterior(fedivon: Command, run: Path, tmp_path: Path) -> None:

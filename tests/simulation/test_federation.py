@@ -2,12 +2,14 @@
 
 import json
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from flwr.app import Message
 from grid import SMALL, LocalGrid
 
 import clients
@@ -54,16 +56,16 @@ def test_a_run_writes_all_that_it_promises(tmp_path: Path) -> None:
 def test_personal_models_are_scored_client_by_client(tmp_path: Path) -> None:
     chosen = settings(tmp_path / "run", personal=True, **{"unseen-clients": 2, "partitioner": "classes"})
     run(LocalGrid(chosen.to_config(), chosen.clients), chosen)
-    people = [json.loads(line) for line in (tmp_path / "run" / "clients.jsonl").read_text().splitlines()]
+    found = people(tmp_path / "run")
     parts = clients.split("digits", clients.partition_spec(chosen))
-    assert [row["client"] for row in people] == [0, 1, 2, 3, 4, 5]
-    assert [row["seen"] for row in people] == [True] * 4 + [False] * 2
-    assert [row["examples"] for row in people] == [len(part) for part in parts]
+    assert [row["client"] for row in found] == [0, 1, 2, 3, 4, 5]
+    assert [row["seen"] for row in found] == [True] * 4 + [False] * 2
+    assert [row["examples"] for row in found] == [len(part) for part in parts]
     data = load("digits")
-    for row, part in zip(people, parts, strict=True):
+    for row, part in zip(found, parts, strict=True):
         assert row["test_examples"] == np.isin(data.test.y, data.train.y[part]).sum() < len(data.test)
     metrics = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
-    for name, some in (("personal", people[:4]), ("unseen", people[4:])):
+    for name, some in (("personal", found[:4]), ("unseen", found[4:])):
         assert metrics[name]["clients"] == len(some)
         for at in ("mean", "mc"):  # however many examples a client has
             assert metrics[name][at]["nll"] == pytest.approx(np.mean([row[at]["nll"] for row in some]))
@@ -98,8 +100,48 @@ def test_a_run_with_memory_goes_on_from_a_checkpoint_to_the_same_end(
     one, other = (load_arrays(tmp_path / name / "posterior.safetensors")[0] for name in ("whole", "broken"))
     for key in one:
         np.testing.assert_array_equal(one[key], other[key])
-    first, second = ((tmp_path / name / "clients.jsonl").read_text() for name in ("whole", "broken"))
-    assert first == second
+    assert people(tmp_path / "whole") == people(tmp_path / "broken")
+
+
+def people(path: Path) -> list[dict[str, Any]]:
+    """The clients' scores without the seconds that they took."""
+    found = [json.loads(line) for line in (path / "clients.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in found]
+
+
+def test_a_client_that_failed_is_asked_again(tmp_path: Path) -> None:
+    """Nothing is averaged over the others only: without the client the run does not end."""
+    failures = federation.TRIES
+
+    class Grid(LocalGrid):
+        def _deliver(self, message: Message) -> Iterable[Message]:
+            nonlocal failures
+            replies = super()._deliver(message)
+            if message.metadata.message_type == "evaluate" and self.asked[-1][2] == 3 and failures:
+                failures -= 1
+                return []
+            return replies
+
+    chosen = settings(tmp_path / "run", personal=True)
+    with pytest.raises(UserError, match=r"1 of 6 clients .*\(3\).* asks them again"):
+        run(Grid(chosen.to_config(), chosen.clients), chosen)
+    assert not (tmp_path / "run" / "summary.json").exists()
+    failures = 1
+    run(Grid(chosen.to_config(), chosen.clients), chosen)
+    assert [row["client"] for row in people(tmp_path / "run")] == [0, 1, 2, 4, 5, 3]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["metrics"]["personal"]["clients"] == 6
+
+
+def test_an_infinite_strength_is_written_down(tmp_path: Path) -> None:
+    """JSON has no infinity, but the run must be found again."""
+    chosen = strategies.complete(settings(tmp_path / "run", **{"fedivon.temperature": float("inf")}))
+    run(LocalGrid(chosen.to_config(), chosen.clients), chosen)
+    again = LocalGrid(chosen.to_config(), chosen.clients)
+    run(again, chosen)
+    assert again.clients() == []
+    saved = json.loads((tmp_path / "run" / "settings.json").read_text())
+    assert strategies.complete(Settings.from_config(saved)).identity() == chosen.identity()
 
 
 def test_personal_models_that_were_interrupted_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +164,7 @@ def test_personal_models_that_were_interrupted_go_on(tmp_path: Path, monkeypatch
     grid = LocalGrid(broken.to_config(), broken.clients)
     run(grid, broken)
     assert sorted(who for _, who in grid.clients("evaluate")) == [3, 4, 5]
-    assert (tmp_path / "broken" / "clients.jsonl").read_text() == (tmp_path / "whole" / "clients.jsonl").read_text()
+    assert people(tmp_path / "broken") == people(tmp_path / "whole")
     metrics = json.loads((tmp_path / "broken" / "summary.json").read_text())["metrics"]
     assert set(metrics) == {"personal"}  # no global model
     assert not (tmp_path / "broken" / "state").exists()

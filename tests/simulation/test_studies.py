@@ -32,7 +32,7 @@ from fedivon_flwr.settings import Settings
 from simulation.federation import run
 from simulation.presets import settings_of
 from simulation.progress import RunState
-from simulation.studies.reports import REPORTS, write_reports
+from simulation.studies.reports import REPORTS, curve_of, write_reports
 from simulation.studies.runner import Results, next_job, time_left
 from simulation.studies.spec import Job, Study, jobs, known_studies, load_study, run_folder, trained_folder
 from simulation.studies.tables import Cell, cells, scores_at, table_csv, table_markdown
@@ -141,7 +141,9 @@ def test_studies_share_their_runs() -> None:
     for name in ("table-ood", "convergence", "reliability"):
         assert runs[name] == runs["table-standard"]
     assert runs["table-standard"] < runs["ablation-epochs"]
-    assert runs["ablation-aggregation"] & runs["table-standard"]
+    rule, table = (jobs(load_study(name)) for name in ("ablation-aggregation", "table-standard"))
+    trained = [strategies.training(job.settings) for job in table]  # it predicts with another width
+    assert [strategies.training(job.settings) in trained for job in rule].count(True) == 1
 
 
 def test_whatever_decides_the_outcome_names_the_folder(tmp_path: Path) -> None:
@@ -196,6 +198,64 @@ def test_what_only_predicts_needs_no_second_training(tmp_path: Path, monkeypatch
     (first / "checkpoints" / "round-000004.safetensors").unlink()
     (wide / "checkpoints" / "round-000004.safetensors").unlink()
     assert trained_folder(job_with(**{"fedivon.test-ess": 6.0}).settings) is None  # not trained to its end
+
+
+def test_personal_models_of_another_strength_need_no_second_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDIVON_RUNS", str(tmp_path / "runs"))
+    variants = [{"label": str(beta), "settings": {"fedivon.temperature": beta}} for beta in (1.0, 10.0)]
+    changes = {"personal": True, "clients": 4, "clients-per-round": 2, "rounds": 2}
+    study = study_of(tmp_path, methods=["fedivon"], variants=variants, column="beta", settings=SMALL | changes)
+    (first, second), scored = jobs(study), []
+    assert next_job([second], [first]) is None
+    for job in (first, second):
+        folder = Path(job.settings.run_dir)
+        if trained := trained_folder(job.settings):
+            fork(trained, folder, job.settings)
+        grid = LocalGrid(job.settings.to_config(), job.settings.clients)
+        run(grid, job.settings)
+        assert bool(trained) == (grid.clients() == []) == (job is second)
+        scored.append(read_json(folder / "summary.json")["metrics"])
+    assert scored[0]["mean"] == scored[1]["mean"]
+    assert scored[0]["personal"]["mean"] != scored[1]["personal"]["mean"]
+
+
+def test_only_some_of_the_runs(tmp_path: Path) -> None:
+    study = study_of(tmp_path, seeds=[0, 1])
+    every = Results(study, tmp_path / "results")
+    assert every.wanted == every.jobs
+    some = Results(study, tmp_path / "results", ["*-fedavg-*", "digits-fedivon-seed1"])
+    names = ["digits-fedavg-seed0", "digits-fedavg-seed1", "digits-fedivon-seed1"]
+    assert [job.name for job in some.open_jobs()] == names
+    assert len(some.jobs) == 4
+    with pytest.raises(UserError, match=r"'nope'; the runs are: digits-fedavg-seed0, "):
+        Results(study, tmp_path / "results", ["nope"])
+
+
+def test_a_curve_is_of_one_kind() -> None:
+    """An earlier version drew weights for some methods on the way."""
+    rows = [{"round": 1, **scores(0.1)}, {"round": 2, **scores(0.2, mc=False)}]
+    assert [(r, found["accuracy"]) for r, found in curve_of({"curve": rows}, "fedlaplace")] == [(1, 0.1), (2, 0.2)]
+    drawn = [{"round": 1, **scores(0.1)}, {"round": 2, **scores(0.2)}]
+    assert [r for r, _ in curve_of({"curve": drawn}, "fedivon")] == [1, 2]
+    assert next(curve_of({"curve": drawn}, "fedivon@mean"))[1] == rows[0]["mean"]
+    assert next(curve_of({"curve": drawn}, "fedivon"))[1] == rows[0]["mc"]
+    assert list(curve_of({"curve": []}, "fedivon")) == []
+
+
+def test_a_table_of_unseen_clients(tmp_path: Path) -> None:
+    study = study_of(
+        tmp_path, reports=["personal"], methods=["fedavg"], settings={"personal": True, "unseen-clients": 2}, paper={}
+    )
+    people = [{"client": 0, "seen": True, "examples": 5, "mean": scores(0.4)["mean"]}]
+    metrics = {**scores(0.5, mc=False), "personal": scores(0.6, mc=False), "unseen": scores(0.7, mc=False)}
+    write_reports(study, [run_of("fedavg", 0, 0.5, people=people, metrics=metrics)], tmp_path / "results")
+    lines = (tmp_path / "results" / "table.csv").read_text().splitlines()
+    assert lines[1:4] == [
+        f"digits,fedavg,{at}_accuracy,{value},,1," for at, value in {"pm": 60, "gm": 50, "um": 70}.items()
+    ]
+    assert "UM: like PM" in (tmp_path / "results" / "README.md").read_text()
 
 
 def test_other_settings_do_not_touch_the_results() -> None:
@@ -411,6 +471,8 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a key": ({"nope": 1}, ("Unknown key 'nope'", "reports")),
     "no presets": ({"presets": []}, ("'presets'",)),
     "no column": ({"variants": [{"label": "a"}]}, ("'column'",)),
+    "a column of nothing": ({"column": "x"}, ("'variants'",)),
+    "no model for all": ({"methods": ["local"]}, ("'local'", "'scores'", "'personal'")),
     "nothing unseen": ({"reports": ["ood"]}, ("'unseen'", "'digits'")),
     "unseen of another shape": (
         {"reports": ["ood"], "unseen": {"digits": "own.npz"}},

@@ -11,7 +11,7 @@ import strategies
 from fedivon_flwr.models import build
 from fedivon_flwr.records import NDArrays, from_record, to_record
 from fedivon_flwr.settings import Settings
-from strategies.base import FederatedStrategy, Reply, RoundSettings
+from strategies.base import FederatedStrategy, Reply
 from strategies.pfedbayes import PFedBayes
 from strategies.pfedme import Options as MeOptions
 from strategies.pfedme import PFedMe
@@ -116,9 +116,33 @@ def test_the_others_are_drawn_as_if_the_unseen_were_away() -> None:
 
 def test_the_learning_rate_of_personal_models() -> None:
     settings = Settings.from_config({"method": "fedavg", "fedavg.lr": 0.5, "fedavg.lr-final": 0.1})
-    strategy = strategies.build(settings)
-    strategy.num_rounds = 10
-    assert strategy.personal_config()["lr"] == pytest.approx(0.1)
+    assert strategies.build(settings).personal_config()["lr"] == pytest.approx(0.1)
     other = strategies.build(Settings.from_config({"method": "fedavg", "fedavg.personal-lr": 0.3}))
     assert other.personal_config()["lr"] == pytest.approx(0.3)
-    assert RoundSettings().unseen == 0
+    third = strategies.build(Settings.from_config({"method": "pfedme", "pfedme.personal-lr": 0.3, "pfedme.lr": 0.2}))
+    told = third.personal_config()  # of the personal weights
+    assert (told["lr-personal"], told["lr"]) == (0.3, 0.2)
+
+
+def test_local_clients_train_in_turn() -> None:
+    grid, _, _, _ = started("local", **{"clients-per-round": 3})
+    assert sorted(who for _, who in grid.clients()) == [0, 1, 2, 3, 4, 5]
+    drawn = [strategies.build(Settings.from_config({"method": "local"})).draw(range(5), 3, r, "train") for r in (1, 2)]
+    assert drawn == [{0, 1, 2}, {3, 4, 0}]
+
+
+def test_what_decides_the_training() -> None:
+    """What matters after the last round only does not, unless personal models need the clients' memory."""
+
+    def alike(one: dict[str, Any], other: dict[str, Any], **both: Any) -> bool:
+        settings = [strategies.complete(Settings.from_config({**both, **part})) for part in (one, other)]
+        return strategies.training(settings[0]) == strategies.training(settings[1])
+
+    after = {"personal": True, "personal-epochs": 3, "fedivon.personal-lr": 0.5, "fedivon.temperature": 3.0}
+    assert alike({}, after)
+    assert alike({"fedivon.test-ess": 7.0}, after)
+    assert not alike({"fedivon.prior": "server"}, after | {"fedivon.prior": "server"})
+    assert not alike({"fedivon.personalise": "w2"}, after | {"fedivon.personalise": "w2"})
+    assert not alike({}, {"fedivon.lr": 0.3})
+    assert alike({}, {"pfedvem.personal-lr": 0.5}, method="pfedvem")
+    assert not alike({}, {"pfedvem.personal-lr": 0.5}, method="pfedvem", personal=True)
