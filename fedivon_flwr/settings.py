@@ -52,7 +52,9 @@ class Settings(FlatModel):
     rounds: int = Field(100, ge=1, description="communication rounds")
 
     dataset: str = Field(
-        "digits", description="a name of `fedivon data list`, a path to own data, or nodes: every node has its own"
+        "digits",
+        description="a name of `fedivon data list`, a path to own data (both: maybe with @validation), or nodes: every "
+        "node has its own",
     )
     input_shape: str = Field("", description="nodes: the shape of an input, e.g. 3x32x32 for images, 30 for features")
     classes: int = Field(0, ge=0, description="nodes: the number of classes")
