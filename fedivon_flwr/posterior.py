@@ -5,7 +5,7 @@ of the mean loss, ``λ`` the effective sample size, ``δ`` the weight decay. Eve
 flat vectors in model order; `Layout` translates between a vector and named parameters.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -78,10 +78,6 @@ class DiagGaussian:
         """From the natural parameters ``(Λ m, Λ)``."""
         return cls(shift / precision, precision)
 
-    def hess(self, ess: float, weight_decay: float) -> Tensor:
-        """``h = Λ/λ − δ``: what goes on the wire."""
-        return self.precision / ess - weight_decay
-
     @property
     def natural(self) -> tuple[Tensor, Tensor]:
         """The natural parameters ``(Λ m, Λ)``; a product of Gaussians is their sum."""
@@ -117,9 +113,3 @@ def barycentre(first: DiagGaussian, second: DiagGaussian, weight: float, kind: L
     return DiagGaussian(
         torch.lerp(first.mean, second.mean, weight), torch.lerp(first.std, second.std, weight).square().reciprocal()
     )
-
-
-def product(terms: Iterable[DiagGaussian]) -> DiagGaussian:
-    """The normalised product of Gaussian densities: natural parameters add up."""
-    shifts, precisions = zip(*(term.natural for term in terms), strict=True)
-    return DiagGaussian.from_natural(torch.stack(shifts).sum(0), torch.stack(precisions).sum(0))

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, PowerNorm, to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from fedivon_flwr.metrics import Reliability
 from fedivon_flwr.runs import write_bytes
@@ -152,9 +152,12 @@ def personal_figure(people: Sequence[Mapping[str, Any]], title: str) -> Figure:
         low, high = (bound(*axes.get_xlim(), *axes.get_ylim()) for bound in (min, max))
         axes.plot([low, high], [low, high], ":", color="black", linewidth=1)
         axes.set(xlim=(low, high), ylim=(low, high), aspect="equal", xlabel="the server's model: accuracy (%)")
-        figure.colorbar(axes.collections[0], ax=axes, label="training examples of the client")
+        scaled = figure.colorbar(axes.collections[0], ax=axes, label="training examples of the client").ax.yaxis
     else:
         axes.set(xscale="log", xlabel="training examples of the client")
+        scaled = axes.xaxis
+    scaled.set_major_formatter(LogFormatter())
+    scaled.set_minor_formatter(LogFormatter())
     tidy(axes)
     if not all(row["seen"] for row in people):
         axes.legend(frameon=False)

@@ -24,6 +24,7 @@ from torch import nn
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.posterior import DiagGaussian
 from fedivon_flwr.records import (
+    HESS,
     NUM_EXAMPLES,
     NDArrays,
     from_record,
@@ -450,6 +451,14 @@ def unusable(arrays: NDArrays) -> str | None:
         # Smallest and largest need no temporary array, and are NaN when there is one.
         if array.dtype.kind == "f" and array.size and not (-LARGEST < array.min() <= array.max() < LARGEST):
             return f"{key} has a value that is not a number from -{LARGEST:g} to {LARGEST:g}"
+    return None
+
+
+def without_width(arrays: NDArrays, bound: float = 0.0) -> str | None:
+    """Which Hessian is somewhere not above the bound, below which there is no Gaussian."""
+    for key, array in arrays.items():
+        if key.startswith(HESS) and array.size and not array.min() > bound:
+            return f"{key} gives a precision that is not positive"
     return None
 
 

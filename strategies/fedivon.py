@@ -19,6 +19,7 @@ from strategies.base import (
     RoundSettings,
     average,
     weights,
+    without_width,
 )
 
 
@@ -102,10 +103,7 @@ class FedIvon(FederatedStrategy):
 
     def refuse(self, arrays: NDArrays) -> str | None:
         """A precision ``λ (h + δ)`` must be positive."""
-        for key, array in arrays.items():
-            if key.startswith(HESS) and array.size and array.min() + self.options.weight_decay <= 0:
-                return f"{key} gives a precision that is not positive"
-        return None
+        return without_width(arrays, -self.options.weight_decay)
 
     def combine(self, replies: Sequence[Reply], sent: NDArrays) -> NDArrays:
         """Apply the aggregation rule parameter by parameter; buffers are averaged."""

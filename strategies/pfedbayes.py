@@ -13,7 +13,7 @@ from fedivon_flwr.posterior import DiagGaussian
 from fedivon_flwr.records import HESS, MEAN, NDArrays, flat, model_arrays, tensor
 from fedivon_flwr.settings import MethodOptions
 from strategies.aggregation import weighted_mean
-from strategies.base import FederatedStrategy, Reply, average, weights
+from strategies.base import FederatedStrategy, Reply, average, weights, without_width
 
 
 class Options(MethodOptions):
@@ -43,10 +43,7 @@ class PFedBayes(FederatedStrategy):
 
     def refuse(self, arrays: NDArrays) -> str | None:
         """A precision must be positive."""
-        for key, array in arrays.items():
-            if key.startswith(HESS) and array.size and array.min() <= 0:
-                return f"{key} has a precision that is not positive"
-        return None
+        return without_width(arrays)
 
     def combine(self, replies: Sequence[Reply], sent: NDArrays) -> NDArrays:
         """``Σ w μ_k`` and ``Σ w ρ_k``; buffers are averaged."""

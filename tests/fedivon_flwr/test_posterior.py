@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 
-from fedivon_flwr.posterior import DiagGaussian, Layout, product
+from fedivon_flwr.posterior import DiagGaussian, Layout, barycentre
 
 seeds = st.integers(0, 10**6)
 sizes = st.integers(1, 20)
@@ -91,32 +91,24 @@ def test_natural_parameters_and_back(seed: int, size: int) -> None:
 
 
 @given(seed=seeds, size=sizes, ess=st.floats(1, 1e5), decay=st.floats(1e-5, 1))
-def test_hessian_and_back(seed: int, size: int, ess: float, decay: float) -> None:
+def test_from_a_hessian(seed: int, size: int, ess: float, decay: float) -> None:
     mean, hess = gaussian(seed, size).natural
     q = DiagGaussian.from_hess(mean, hess, ess, decay)
     torch.testing.assert_close(q.std, (ess * (hess + decay)) ** -0.5)
-    torch.testing.assert_close(q.hess(ess, decay), hess, atol=1e-9, rtol=1e-7)
 
 
-@given(start=seeds, count=st.integers(1, 4))
-def test_product_is_proportional_to_the_product_of_densities(start: int, count: int) -> None:
-    terms = [gaussian(start + i, 1) for i in range(count)]
-    joint = product(iter(terms))
-    points = joint.mean + joint.std * torch.linspace(-3, 3, 7, dtype=torch.float64)
+@given(seed=seeds, weight=st.floats(0, 1))
+def test_between_two_by_reverse_kl_is_the_weighted_product_of_their_densities(seed: int, weight: float) -> None:
+    first, second = gaussian(seed, 1), gaussian(seed + 1, 1)
+    between = barycentre(first, second, weight, "rkl")
+    points = between.mean + between.std * torch.linspace(-3, 3, 7, dtype=torch.float64)
 
     def log_density(q: DiagGaussian) -> Tensor:
         return -0.5 * q.precision * (points - q.mean).square()
 
-    gap = log_density(joint) - torch.stack([log_density(term) for term in terms]).sum(0)
+    gap = log_density(between) - (1 - weight) * log_density(first) - weight * log_density(second)
     # up to a constant factor
     torch.testing.assert_close(gap, gap[0].expand(7), atol=1e-6, rtol=1e-8)
-
-
-def test_product_of_two_by_hand() -> None:
-    joint = product(
-        [DiagGaussian(torch.tensor([0.0]), torch.tensor([1.0])), DiagGaussian(torch.tensor([4.0]), torch.tensor([3.0]))]
-    )
-    assert (joint.mean.item(), joint.precision.item()) == (3, 4)
 
 
 def test_sample_moments() -> None:
@@ -146,6 +138,6 @@ def test_nothing_is_changed_in_place(seed: int, size: int) -> None:
     kept = [t.clone() for t in (q.mean, q.precision, p.mean, p.precision)]
     q.sample(3, torch.Generator().manual_seed(0))
     q.kl(p)
-    product([q, p])
-    DiagGaussian.from_natural(*q.natural).hess(10, 0.1)
+    barycentre(q, p, 0.3, "rkl")
+    DiagGaussian.from_natural(*q.natural)
     assert all(torch.equal(a, b) for a, b in zip(kept, (q.mean, q.precision, p.mean, p.precision), strict=True))
