@@ -44,7 +44,7 @@ from fedivon_flwr.settings import Settings
 PACKAGES = ("fedivon-flwr", "flwr", "torch", "torchvision", "ivon-opt", "numpy", "ray")
 KEPT_CHECKPOINTS = 2
 EVALUATION = "evaluation.safetensors"
-STATE = "state"  # what virtual clients remember, while the run lasts
+STATE = "state"  # what virtual clients remember, while the run lasts or, with `keep-memory`, longer
 
 
 Complete = Callable[[Settings], Settings]
@@ -185,6 +185,8 @@ def fork(source: Path, path: Path, settings: Settings) -> None:
     (scratch / last).parent.mkdir(parents=True)
     for name in ("provenance.json", "metrics.jsonl", last):
         shutil.copyfile(source / name, scratch / name)
+    if (source / STATE).is_dir():  # its files are replaced and never changed
+        shutil.copytree(source / STATE, scratch / STATE, copy_function=os.link)
     write_json(scratch / "settings.json", settings.record())
     scratch.rename(path)
 

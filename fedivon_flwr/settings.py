@@ -101,6 +101,9 @@ class Settings(FlatModel):
     threads: int = Field(1, ge=0, description="CPU threads of a client (0: all); the last bits depend on it")
     run_dir: str = Field("", description="the run's folder; empty for a new one under runs/")
     state_dir: str = Field("", description="where nodes keep what they remember; empty for their user's cache folder")
+    keep_memory: bool = Field(
+        False, description="true: what virtual clients remember outlasts the run, to try other personal-* keys with it"
+    )
     tensorboard: bool = Field(False, description="true: also write TensorBoard event files")
 
     options: dict[str, dict[str, str | int | Annotated[float, Field(allow_inf_nan=True)] | bool]] = Field(
@@ -146,7 +149,7 @@ class Settings(FlatModel):
 
     def identity(self) -> dict[str, Scalar]:
         """What must be equal for a run to be continued: all that decides its outcome, for this method."""
-        aside = {"device", "tensorboard", "checkpoint-every", "round-deadline", "node-wait"}
+        aside = {"device", "tensorboard", "checkpoint-every", "keep-memory", "round-deadline", "node-wait"}
         return {
             key: value
             for key, value in self.record().items()

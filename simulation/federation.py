@@ -274,7 +274,8 @@ def finish(
     write_report(folder.path, summary, rows, predictions, people)
     write_json(folder.path / "summary.json", summary)
     folder.drop_evaluation()
-    shutil.rmtree(folder.path / STATE, ignore_errors=True)
+    if not settings.keep_memory:
+        shutil.rmtree(folder.path / STATE, ignore_errors=True)
 
 
 def final_predictions(

@@ -41,10 +41,10 @@ def build(settings: Settings) -> FederatedStrategy:
 def training(settings: Settings) -> dict[str, Any]:
     """The part of the settings that decides what is trained: those that matter after the last round are left out.
 
-    All of them decide it where personal models need what the clients remember, which is gone when a run has ended.
+    All of them decide it where personal models need what the clients remember, unless that outlasts the run.
     """
     strategy, identity = build(settings), settings.identity()
-    if settings.personal and strategy.remembers:
+    if settings.personal and strategy.remembers and not settings.keep_memory:
         return identity
     late = {f"{settings.method}.{key}" for key in strategy.late_keys()}
     names = {key: key.rpartition(".")[2] for key in identity.keys() - late}

@@ -27,9 +27,10 @@ from clients.base import Work
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.models import build
 from fedivon_flwr.records import to_record
-from fedivon_flwr.runs import fork, read_json, read_metrics, write_bytes, write_json
+from fedivon_flwr.runs import fork, read_json, read_lines, read_metrics, write_bytes, write_json
 from fedivon_flwr.settings import Settings
 from simulation.federation import run
+from simulation.launch import client_config
 from simulation.presets import settings_of
 from simulation.progress import RunState
 from simulation.studies.reports import REPORTS, curve_of, write_reports
@@ -200,25 +201,31 @@ def test_what_only_predicts_needs_no_second_training(tmp_path: Path, monkeypatch
     assert trained_folder(job_with(**{"fedivon.test-ess": 6.0}).settings) is None  # not trained to its end
 
 
-def test_personal_models_of_another_strength_need_no_second_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("method", "key"), [("fedivon", "temperature"), ("fedper", "personal-lr")])
+def test_other_personal_models_need_no_second_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, key: str
 ) -> None:
     monkeypatch.setenv("FEDIVON_RUNS", str(tmp_path / "runs"))
-    variants = [{"label": str(beta), "settings": {"fedivon.temperature": beta}} for beta in (1.0, 10.0)]
-    changes = {"personal": True, "clients": 4, "clients-per-round": 2, "rounds": 2}
-    study = study_of(tmp_path, methods=["fedivon"], variants=variants, column="beta", settings=SMALL | changes)
+    variants = [{"label": str(value), "settings": {f"{method}.{key}": value}} for value in (1.0, 10.0)]
+    changes = {"personal": True, "clients": 4, "clients-per-round": 2, "rounds": 2, "keep-memory": True}
+    study = study_of(
+        tmp_path, reports=["personal"], methods=[method], variants=variants, column=key, settings=SMALL | changes
+    )
     (first, second), scored = jobs(study), []
     assert next_job([second], [first]) is None
     for job in (first, second):
-        folder = Path(job.settings.run_dir)
-        if trained := trained_folder(job.settings):
-            fork(trained, folder, job.settings)
-        grid = LocalGrid(job.settings.to_config(), job.settings.clients)
-        run(grid, job.settings)
+        settings, folder = job.settings, Path(job.settings.run_dir)
+        if trained := trained_folder(settings):
+            fork(trained, folder, settings)
+        grid = LocalGrid(client_config(settings), settings.clients)
+        run(grid, settings)
         assert bool(trained) == (grid.clients() == []) == (job is second)
-        scored.append(read_json(folder / "summary.json")["metrics"])
-    assert scored[0]["mean"] == scored[1]["mean"]
-    assert scored[0]["personal"]["mean"] != scored[1]["personal"]["mean"]
+        scored.append(list(read_lines(folder / "clients.jsonl")))
+    whole = job.settings.model_copy(update={"run_dir": str(tmp_path / "whole")})
+    run(LocalGrid(client_config(whole), whole.clients), whole)  # the second, trained anew
+    alone = list(read_lines(tmp_path / "whole" / "clients.jsonl"))
+    assert [row["mean"] for row in scored[0]] != [row["mean"] for row in alone]
+    assert [row["mean"] for row in scored[1]] == [row["mean"] for row in alone]
 
 
 def test_only_some_of_the_runs(tmp_path: Path) -> None:
