@@ -83,6 +83,8 @@ STUDIES = sorted(path.parent for path in (ROOT / "results").glob("*/study.toml")
 def test_tables_are_those_of_the_runs(folder: Path, tmp_path: Path) -> None:
     """Made anew from the JSON files of the runs, every table is the one that is committed."""
     results = Results(load_study(str(folder / "study.toml")), folder)
+    for preset in results.study.presets:
+        assert results.study.preset(preset) == preset_config(preset), "the preset has changed since"
     if "partitions" in results.study.reports:
         pytest.skip("made of the data, not of runs")
     runs = [run for job in results.jobs if (run := results.saved(job)) is not None]

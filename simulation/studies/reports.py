@@ -465,6 +465,6 @@ def write_reports(study: Study, runs: Sequence[Run], folder: Path) -> None:
 def command(study: Study) -> str:
     """What to type for this study: its name where that says it all, or else the description in its folder."""
     plain = study.name.removesuffix("-quick")
-    if plain in known_studies() and load_study(plain, plain != study.name) == study:
+    if plain in known_studies() and load_study(plain, plain != study.name).whole() == study.whole():
         return f"fedivon study {plain}" + (" --quick" if plain != study.name else "")
     return f"fedivon study results/{study.name}/study.toml"

@@ -17,6 +17,7 @@ A study is a TOML file in this folder, or anywhere:
     [paper.cifar10.fedavg]               # the paper's numbers, to stand beside ours
     accuracy = 62.25
     [quick]                              # what `--quick` changes
+    [frozen.cifar10]                     # in results: the preset's settings, as they were then
 """
 
 import json
@@ -60,6 +61,9 @@ class Study(FlatModel):
     column: str = Field("", description="what the variants vary")
     variants: list[Variant] = Field(default_factory=list, description="tables with a label and settings")
     unseen: dict[str, str] = Field(default_factory=dict, description="datasets that are foreign to a preset's")
+    frozen: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="the settings of presets, which otherwise are read from their files"
+    )
     paper: dict[str, dict[str, dict[str, float | dict[str, float]]]] = Field(
         default_factory=dict, description="the paper's numbers, by preset, method, metric and maybe label of a variant"
     )
@@ -72,7 +76,7 @@ class Study(FlatModel):
             raise ValueError(f"The key 'seeds' must have one list for each of the presets: {', '.join(self.presets)}")
         if not all(self.seeds_of(preset) for preset in self.presets):
             raise ValueError("The key 'seeds' must have at least one seed for every preset")
-        for key, table in (("unseen", self.unseen), ("paper", self.paper)):
+        for key, table in (("unseen", self.unseen), ("paper", self.paper), ("frozen", self.frozen)):
             if stray := sorted(set(table) - set(self.presets)):
                 raise ValueError(f"The key '{key}.{stray[0]}' is none of the presets: {', '.join(self.presets)}")
         for settings in (self.settings, *(variant.settings for variant in self.variants)):
@@ -90,11 +94,19 @@ class Study(FlatModel):
 
     def settings_of(self, preset: str, **more: Any) -> Settings:
         """What a preset's runs have in common, and `more`."""
-        return settings_of({**preset_config(preset), **self.settings, **more})
+        return settings_of({**self.preset(preset), **self.settings, **more})
+
+    def preset(self, name: str) -> dict[str, Any]:
+        """The settings of a preset, as the description has them or else as its file has them now."""
+        return self.frozen.get(name) or {key: own_file(value) for key, value in preset_config(name).items()}
+
+    def whole(self) -> Self:
+        """The description with all that it refers to."""
+        return self.model_copy(update={"frozen": {name: self.preset(name) for name in self.presets}})
 
     def toml(self) -> bytes:
-        """The description, from which the study can be run again."""
-        return tomli_w.dumps(self.model_dump(by_alias=True, exclude_defaults=True)).encode()
+        """The description, from which the study can be run again, also when presets have changed since."""
+        return tomli_w.dumps(self.whole().model_dump(by_alias=True, exclude_defaults=True)).encode()
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +160,7 @@ def with_absolute_paths(data: dict[str, Any]) -> dict[str, Any]:
         return {own_file(key): own_file(value) if values else value for key, value in table.items()}
 
     data = {**data, "settings": keys(data["settings"], values=True)}
-    for key in {"seeds", "paper", "unseen"} & data.keys():
+    for key in {"seeds", "paper", "unseen", "frozen"} & data.keys():
         data[key] = keys(data[key], values=key == "unseen")
     if isinstance(data.get("presets"), list):
         data["presets"] = [own_file(preset) for preset in data["presets"]]

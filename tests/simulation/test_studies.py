@@ -288,12 +288,13 @@ def test_own_files_are_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     Path("mine.toml").write_text('dataset = "mine.npz"\n')
     own = {"presets": ["mine.toml"], "unseen": {"mine.toml": "other.npz"}, "paper": {}, "seeds": {"mine.toml": [1]}}
-    study = study_of(tmp_path, **own)
+    study = study_of(tmp_path, **own).whole()
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     Path("kept.toml").write_bytes(study.toml())
     again = load_study("kept.toml")
     assert again == study
+    assert again.preset(str(tmp_path / "mine.toml")) == {"dataset": str(tmp_path / "mine.npz")}
     assert again.presets == [str(tmp_path / "mine.toml")]
     assert again.unseen == {str(tmp_path / "mine.toml"): str(tmp_path / "other.npz")}
     assert [job.settings.seed for job in jobs(again)] == [1, 1]
@@ -321,10 +322,23 @@ def test_the_description_in_the_results_gives_the_same_study(tmp_path: Path) -> 
         study = load_study(name, quick=True, changes={"rounds": 3})
         path = tmp_path / f"{name}.toml"
         path.write_bytes(study.toml())
-        assert load_study(str(path)) == study
+        assert load_study(str(path)) == study.whole()
 
 
 # Tables
+
+
+def test_the_description_in_the_results_outlasts_a_change_of_the_preset(tmp_path: Path) -> None:
+    preset = tmp_path / "mine.toml"
+    preset.write_text("rounds = 3\n[fedavg]\nlr = 0.5\n")
+    study = study_of(tmp_path, presets=[str(preset)], paper={}, settings={"clients": 6, "clients-per-round": 2})
+    write_reports(study, [], tmp_path / "results")
+    preset.write_text("rounds = 4\n")
+    again = load_study(str(tmp_path / "results" / "study.toml"))
+    assert [job.settings.rounds for job in jobs(study)] == [4, 4]
+    assert [job.settings.rounds for job in jobs(again)] == [3, 3]
+    assert jobs(again)[0].settings.options["fedavg"]["lr"] == 0.5
+    assert again.toml() == (tmp_path / "results" / "study.toml").read_bytes()
 
 
 def test_the_table_in_long_form(tmp_path: Path) -> None:
@@ -667,8 +681,9 @@ def test_results_of_other_settings_do_not_count(tmp_path: Path) -> None:
     run = run_of("fedavg", 0, 0.5, reliability={}, settings=job.settings.record())
     write_json(results.path(job), run)
     assert results.saved(job) is not None
-    write_json(results.path(job), run | {"settings": {**job.settings.record(), "rounds": 5}})
-    assert results.saved(job) is None
+    for other in (run | {"settings": {**job.settings.record(), "rounds": 5}}, {}, []):
+        write_json(results.path(job), other)
+        assert results.saved(job) is None
     del run["reliability"]
     write_json(results.path(job), run)
     assert results.saved(job) is None
