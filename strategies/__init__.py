@@ -47,8 +47,8 @@ def training(settings: Settings) -> dict[str, Any]:
     if settings.personal and strategy.remembers and not settings.keep_memory:
         return identity
     late = {f"{settings.method}.{key}" for key in strategy.late_keys()}
-    names = {key: key.rpartition(".")[2] for key in identity.keys() - late}
-    return {key: identity[key] for key, name in names.items() if not name.startswith(("test-", "personal"))}
+    late |= {key for key in identity if key.rpartition(".")[2].startswith(("test-", "personal-"))} | {"personal"}
+    return {key: value for key, value in identity.items() if key not in late}
 
 
 def complete(settings: Settings) -> Settings:

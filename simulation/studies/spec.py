@@ -32,7 +32,7 @@ from pydantic import Field, model_validator
 
 import strategies
 from fedivon_flwr.errors import UserError
-from fedivon_flwr.runs import checkpoint_file, read_json, runs_folder
+from fedivon_flwr.runs import STATE, checkpoint_file, read_json, runs_folder
 from fedivon_flwr.settings import FlatModel, Settings, flatten, read_tables, validated
 from simulation.presets import named_toml, own_file, preset_config, settings_of
 from simulation.report import AT_MEAN
@@ -216,8 +216,11 @@ def run_folder(settings: Settings, name: str) -> Path:
 
 def trained_folder(settings: Settings) -> Path | None:
     """A run that was trained to its end with these settings, whatever it was used for then; None if there is none."""
+    needed = [checkpoint_file(settings.rounds)]
+    if settings.personal and strategies.build(settings).remembers:
+        needed.append(STATE)
     for path in siblings(Path(settings.run_dir)):
-        trained = (path / checkpoint_file(settings.rounds)).exists()
+        trained = all((path / name).exists() for name in needed)
         if trained and same_run(read_json(path / "settings.json"), settings, strategies.training):
             return path
     return None

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from fedivon_flwr.data import VALIDATION
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.models import build
 from fedivon_flwr.records import to_record
-from fedivon_flwr.runs import fork, read_json, read_lines, read_metrics, write_bytes, write_json
+from fedivon_flwr.runs import STATE, fork, read_json, read_lines, read_metrics, write_bytes, write_json
 from fedivon_flwr.settings import Settings
 from simulation.federation import run
 from simulation.launch import client_config
@@ -228,6 +229,11 @@ def test_other_personal_models_need_no_second_training(
     alone = list(read_lines(tmp_path / "whole" / "clients.jsonl"))
     assert [row["mean"] for row in scored[0]] != [row["mean"] for row in alone]
     assert [row["mean"] for row in scored[1]] == [row["mean"] for row in alone]
+    if method == "fedper":  # without the heads there is nothing to go on from
+        for kept in (first, second):
+            shutil.rmtree(Path(kept.settings.run_dir) / STATE)
+        other = {**settings.record(), "run-dir": f"{settings.run_dir}x", "fedper.personal-lr": 3.0}
+        assert trained_folder(settings_of(other)) is None
 
 
 def test_only_some_of_the_runs(tmp_path: Path) -> None:
