@@ -256,7 +256,8 @@ def finish(
         log(INFO, "Final evaluation with %d weight samples", settings.test_samples if posterior else 0)
         predictions, earlier = final_predictions(folder, evaluator, named, posterior, settings.test_samples)
     rows, people = folder.metrics(), folder.clients()
-    seconds = sum(row["seconds"] for row in [*rows, *people]) + earlier + time.perf_counter() - began
+    trained = sum(row.get("seconds", 0.0) for row in [*rows, *people])  # earlier versions did not time the clients
+    seconds = trained + earlier + time.perf_counter() - began
     summary = {
         "method": settings.method,
         "dataset": settings.dataset,
