@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.colors import LogNorm, PowerNorm, to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -152,12 +153,11 @@ def personal_figure(people: Sequence[Mapping[str, Any]], title: str) -> Figure:
         low, high = (bound(*axes.get_xlim(), *axes.get_ylim()) for bound in (min, max))
         axes.plot([low, high], [low, high], ":", color="black", linewidth=1)
         axes.set(xlim=(low, high), ylim=(low, high), aspect="equal", xlabel="the server's model: accuracy (%)")
-        scaled = figure.colorbar(axes.collections[0], ax=axes, label="training examples of the client").ax.yaxis
+        bar = figure.colorbar(axes.collections[0], ax=axes, label="training examples of the client")
+        plain_numbers(bar.ax.yaxis)
     else:
         axes.set(xscale="log", xlabel="training examples of the client")
-        scaled = axes.xaxis
-    scaled.set_major_formatter(LogFormatter())
-    scaled.set_minor_formatter(LogFormatter())
+        plain_numbers(axes.xaxis)
     tidy(axes)
     if not all(row["seen"] for row in people):
         axes.legend(frameon=False)
@@ -254,6 +254,12 @@ def reliability_figure(bins: Mapping[str, tuple[str, Reliability]], title: str) 
     grid[1, 0].set_ylabel("examples")
     figure.suptitle(title)
     return figure
+
+
+def plain_numbers(axis: Axis) -> None:
+    """60 instead of 6 × 10¹ on a logarithmic axis."""
+    axis.set_major_formatter(LogFormatter())
+    axis.set_minor_formatter(LogFormatter())
 
 
 def tidy(axes: Axes) -> None:

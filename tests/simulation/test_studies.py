@@ -687,7 +687,8 @@ def test_results_of_other_settings_do_not_count(tmp_path: Path) -> None:
     run = run_of("fedavg", 0, 0.5, reliability={}, settings=job.settings.record())
     write_json(results.path(job), run)
     assert results.saved(job) is not None
-    for other in (run | {"settings": {**job.settings.record(), "rounds": 5}}, {}, []):
+    others: list[Any] = [run | {"settings": {**job.settings.record(), "rounds": 5}}, {}, []]
+    for other in others:
         write_json(results.path(job), other)
         assert results.saved(job) is None
     del run["reliability"]
