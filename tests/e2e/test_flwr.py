@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -102,10 +104,11 @@ def test_an_error_under_flwr_run_is_one_sentence(tmp_path: Path) -> None:
 
 @contextmanager
 def supernode(home: Path, address: str, number: int, count: int) -> Iterator[int]:
-    """A node in a process of its own, with a home of its own."""
-    home.mkdir()
+    """A node in a process of its own, with a home of its own, in which it also keeps what it remembers."""
+    home.mkdir(exist_ok=True)
     command = ["flower-supernode", "--insecure", "--superlink", address, "--port", str(free_port())]
-    command += ["--node-config", f"partition-id={number} num-partitions={count}"]
+    known = f'partition-id={number} num-partitions={count} state-dir="{home / "memory"}"'
+    command += ["--node-config", known]
     with (home / "log").open("w") as log:
         process = subprocess.Popen(command, env=environment(str(home)), stdout=log, stderr=subprocess.STDOUT, cwd=home)
         try:
@@ -128,6 +131,35 @@ def test_networked_nodes_give_the_same_numbers_as_the_engine(tmp_path: Path) -> 
             stack.enter_context(supernode(tmp_path / f"node{number}", address, number, 3))
         flwr_run(app_folder(), config, str(home), address, file)
     assert (tmp_path / "net" / "summary.json").exists(), log.read_text()
+    assert_same_outcome(tmp_path / "ray", tmp_path / "net")
+
+
+def test_restarted_nodes_remember_what_is_theirs(tmp_path: Path) -> None:
+    """SuperLink and nodes die in mid-run, and with them `Context.state`; the heads of the clients are on disk."""
+    nodes = {"method": "fedper", "personal": True, "clients": 2, "clients-per-round": 2, "checkpoint-every": 1}
+    done = simulate(tmp_path / "ray", "ray", **nodes, rounds=4)
+    assert done.returncode == 0, done.stderr
+    config = json.loads((tmp_path / "ray" / "settings.json").read_text()) | {"run-dir": str(tmp_path / "net")}
+    log = tmp_path / "flwr.log"
+    for home, ended in (("one", "checkpoints/round-000002.safetensors"), ("two", "summary.json")):
+        (tmp_path / home).mkdir()
+        with log.open("a") as file, superlink(environment(str(tmp_path / home)), file) as address, ExitStack() as stack:
+            (link,) = psutil.Process().children()
+            for number in (0, 1):
+                stack.enter_context(supernode(tmp_path / f"node{number}", address, number, 2))
+            arguments = app_folder(), config, str(tmp_path / home), address, file
+            submitted = threading.Thread(target=flwr_run, args=arguments)
+            submitted.start()
+            give_up = time.monotonic() + 300
+            while submitted.is_alive() and not (tmp_path / "net" / ended).exists() and time.monotonic() < give_up:
+                time.sleep(0.2)
+            stop_tree(link.pid)  # first: a server without nodes would go on, with void rounds
+        for process in psutil.Process().children():  # `flwr run` may still wait for its SuperLink
+            stop_tree(process.pid)
+        submitted.join()
+        assert (tmp_path / "net" / ended).exists(), log.read_text()
+        assert (tmp_path / "net" / "summary.json").exists() == (home == "two")
+    assert len(json.loads((tmp_path / "net" / "provenance.json").read_text())["resumed"]) == 1
     assert_same_outcome(tmp_path / "ray", tmp_path / "net")
 
 
