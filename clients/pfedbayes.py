@@ -25,6 +25,7 @@ class Plan(Told):
     lr: float
     zeta: float
     mc_samples: int = Field(ge=1)
+    noise: float = Field(1.0, gt=0)
 
 
 class PFedBayesClient(TorchClient):
@@ -35,13 +36,12 @@ class PFedBayesClient(TorchClient):
     def train(self, arrays: NDArrays, config: Mapping[str, Any], work: Work) -> tuple[NDArrays, float]:
         """For every batch a step of ``q`` on ``E_q[ℓ̄] + ζ/N KL(q ‖ copy)``, and one of the copy on ``KL(q ‖ copy)``."""
         plan, layout = Plan.model_validate(config), Layout.of(self.model)
-        copy = MeanField.of(self.posterior(arrays, config))
-        own = MeanField.of(self.posterior(self.memory or arrays, config))
+        copy, own = (MeanField.of(self._gaussian(part)) for part in (arrays, self.memory or arrays))
         optimizers = [torch.optim.Adam(each.leaves, lr=plan.lr) for each in (own, copy)]
         losses = []
         for inputs, labels in self.epochs(work):
             for _ in range(plan.mc_samples):
-                logits = functional_call(self.model, layout.split(own.sample()), (inputs,))
+                logits = functional_call(self.model, layout.split(own.sample(plan.noise)), (inputs,))
                 loss = cross_entropy(logits, labels)
                 (loss / plan.mc_samples).backward()  # type: ignore[no-untyped-call]
                 losses.append((loss.detach(), len(labels)))
@@ -56,9 +56,14 @@ class PFedBayesClient(TorchClient):
         self.memory = to_arrays(own.detached(), layout)
         return to_arrays(copy.detached(), layout), mean_loss(losses)
 
-    def posterior(self, arrays: NDArrays, config: Mapping[str, Any]) -> DiagGaussian:  # noqa: ARG002
+    def _gaussian(self, arrays: NDArrays) -> DiagGaussian:
         """Mean and precision, as they are on the wire."""
         return DiagGaussian(*(flat(arrays, prefix).to(self.device) for prefix in (MEAN, HESS)))
+
+    def posterior(self, arrays: NDArrays, config: Mapping[str, Any]) -> DiagGaussian:
+        """The Gaussian that predicts: with the noise of the training."""
+        found = self._gaussian(arrays)
+        return DiagGaussian(found.mean, found.precision / Plan.model_validate(config).noise ** 2)
 
     def personalise(self, arrays: NDArrays, config: Mapping[str, Any], work: Work) -> DiagGaussian:
         """The client's own Gaussian after one more local update."""

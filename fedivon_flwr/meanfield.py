@@ -44,9 +44,9 @@ class MeanField:
         """What an optimiser changes."""
         return [self.mu, self.rho]
 
-    def sample(self) -> Tensor:
-        """``μ + σ ε``, through which gradients flow."""
-        return self.mu + self.sigma * torch.randn_like(self.mu)
+    def sample(self, noise: float = 1.0) -> Tensor:
+        """``μ + σ ε``, through which gradients flow; `noise` is the standard deviation of ε."""
+        return self.mu + noise * self.sigma * torch.randn_like(self.mu)
 
     def gaussian(self) -> DiagGaussian:
         """As it is now; gradients flow through it."""

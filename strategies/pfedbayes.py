@@ -24,6 +24,11 @@ class Options(MethodOptions):
     zeta: float = Field(10.0, ge=0, description="ζ, the strength of the server's Gaussian as prior")
     rho_init: float = Field(-2.5, description="the first standard deviation is log(1 + exp(rho-init))")
     mc_samples: int = Field(1, ge=1, description="weight samples for each training step")
+    noise: float = Field(
+        1.0,
+        gt=0,
+        description="factor on the noise of weight samples; 1 is variational inference, the authors' code has 0.001",
+    )
 
 
 class PFedBayes(FederatedStrategy):
@@ -55,9 +60,9 @@ class PFedBayes(FederatedStrategy):
         return {key: combined[key] for key in sent}
 
     def posterior(self, arrays: NDArrays) -> DiagGaussian:
-        """Means and precisions as they are."""
-        return DiagGaussian(flat(arrays, MEAN), flat(arrays, HESS))
+        """The means, and the widths with the noise's factor."""
+        return DiagGaussian(flat(arrays, MEAN), flat(arrays, HESS) / self.options.noise**2)
 
     def scale(self) -> dict[str, float]:
-        """``Λ = λ (h + δ)`` with ``λ = 1`` and ``δ = 0``."""
-        return {"ess": 1.0, "weight_decay": 0.0}
+        """``Λ = λ (h + δ)`` with ``δ = 0``."""
+        return {"ess": self.options.noise**-2, "weight_decay": 0.0}

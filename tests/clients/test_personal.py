@@ -283,28 +283,30 @@ def test_pfedme_finds_the_proximal_operator_of_a_quadratic(monkeypatch: pytest.M
     torch.testing.assert_close(torch.from_numpy(sent["mean/weight"]).double(), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_pfedbayes_trains_a_real_gaussian() -> None:
+@pytest.mark.parametrize("noise", [1.0, 0.1])
+def test_pfedbayes_trains_a_real_gaussian(noise: float) -> None:
     """Its first step follows the gradient of ``E_q[ℓ̄] + ζ/N KL``, and the copy follows the personal Gaussian."""
-    config = TOLD | {"batch-size": COUNT, "lr": 1e-2, "zeta": 10.0, "mc-samples": 1}
+    config = TOLD | {"batch-size": COUNT, "lr": 1e-2, "zeta": 10.0, "mc-samples": 1, "noise": noise}
     client, layout = PFedBayesClient(mlp(), data()), Layout.of(mlp())
     arrays = model_arrays(mlp(), float(softplus(torch.tensor(-2.5)) ** -2))
     client.memory = to_arrays(DiagGaussian(flat(arrays, "mean/") + 0.05, flat(arrays, "hess/") * 2), layout)
-    before, server = dict(client.memory), client.posterior(arrays, config)
-    own = MeanField.of(client.posterior(client.memory, config))
+    before, server = dict(client.memory), client._gaussian(arrays)
+    own = MeanField.of(client._gaussian(client.memory))
     work = Work.model_validate(config)
     with client._seeded(work):
         inputs, labels = next(client.epochs(work))
-        logits = torch.func.functional_call(client.model, layout.split(own.sample()), (inputs,))
+        logits = torch.func.functional_call(client.model, layout.split(own.sample(noise)), (inputs,))
     loss = cross_entropy(logits, labels) + 10.0 / COUNT * own.gaussian().kl(server)
     slopes = torch.autograd.grad(loss, own.leaves)
     sent = fit(client, config, arrays)
-    after = MeanField.of(client.posterior(client.memory, config))
+    after = MeanField.of(client._gaussian(client.memory))
     for moved, start, slope in zip(after.leaves, own.leaves, slopes, strict=True):
         clear = slope.abs() > 1e-4  # Adam's first step is lr times the sign
         torch.testing.assert_close((moved - start)[clear], -1e-2 * slope.sign()[clear], atol=2e-4, rtol=0.0)
     assert not np.array_equal(before["hess/head.bias"], client.memory["hess/head.bias"])
-    copy = client.posterior(sent, config)
+    copy, predicts = client._gaussian(sent), client.posterior(sent, config)
     assert float(own.detached().kl(copy)) < float(own.detached().kl(server))
+    torch.testing.assert_close(predicts.std, noise * copy.std)  # it predicts with the noise of the training
 
 
 def test_the_width_of_a_mean_field_goes_there_and_back() -> None:

@@ -442,6 +442,15 @@ def test_the_final_evaluation_counts_as_time() -> None:
     assert "final evaluation (50 of 100)  100 s left" in half.words()
     early = RunState(settings, rows[:20], 0, finished=False)
     assert early.seconds_left() == pytest.approx(80 + 8 * 10 + 200)
+    nodes = settings.model_copy(update={"evaluation": "clients"})  # whose last evaluation is in the last round
+    assert RunState(nodes, rows, 0, finished=False).seconds_left() == 0
+
+
+def test_scores_of_the_nodes_are_shown_too(tmp_path: Path) -> None:
+    settings = Settings.from_config({"evaluation": "clients", "run-dir": str(tmp_path)})
+    row = {"round": 1, "seconds": 1.0, "train_loss": 1.0, "clients": {"loss": 0.3, **scores(0.5)}}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    assert "accuracy 0.600" in RunState.of(settings).words()
 
 
 @pytest.mark.parametrize("every", [1, 10, 100])

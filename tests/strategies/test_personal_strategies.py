@@ -141,6 +141,7 @@ def test_what_decides_the_training() -> None:
     after = {"personal": True, "personal-epochs": 3, "fedivon.personal-lr": 0.5, "fedivon.temperature": 3.0}
     assert alike({}, after)
     assert alike({"fedivon.test-ess": 7.0}, after)
+    assert not alike({"fedivon.test-ess": 7.0}, after, evaluation="clients")  # with which the last round ends
     assert not alike({"fedivon.prior": "server"}, after | {"fedivon.prior": "server"})
     assert not alike({"fedivon.personalise": "w2"}, after | {"fedivon.personalise": "w2"})
     assert not alike({}, {"fedivon.lr": 0.3})
