@@ -20,7 +20,9 @@ from fedivon_flwr.runs import new_path, read_json, read_metrics, runs_folder, wr
 from fedivon_flwr.settings import Settings
 
 app = typer.Typer(help="Bayesian federated learning: FedIvon on Flower.", no_args_is_help=True, add_completion=False)
-data_app = typer.Typer(help="Datasets: list, prepare, show who has what.", no_args_is_help=True)
+data_app = typer.Typer(
+    help="Datasets: list, prepare, show who has what, cut into parts for nodes.", no_args_is_help=True
+)
 runs_app = typer.Typer(help="Runs: list, compare.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 app.add_typer(runs_app, name="runs")
@@ -135,14 +137,14 @@ def deploy_run(
 ) -> None:
     """Train on the nodes that are connected, and show the scores; on the SuperLink's machine."""
     from deploy.programs import Security
-    from simulation.launch import check_server, with_superlink
+    from fedivon_flwr.flower import HOME
+    from simulation.launch import with_superlink
     from simulation.progress import Watch
 
     security = Security.of(credentials, insecure, ("ca.crt",), superlink)
     settings = make_settings(preset, set_ or [], run_dir=run_dir)
-    check_server(settings)
     with Watch(settings, out):
-        with_superlink(settings, own_folder(state) / "flwr", superlink, security.authority)
+        with_superlink(settings, own_folder(state) / HOME, superlink, security.authority)
     show_scores([Path(settings.run_dir)])
     out.print(f"{settings.method}: {settings.run_dir}", highlight=False, soft_wrap=True)
 
@@ -272,6 +274,24 @@ def data_show(
         highlight=False,
         soft_wrap=True,
     )
+
+
+@data_app.command("parts")
+def data_parts(
+    folder: Annotated[Path, typer.Argument(help="Where the files go.", file_okay=False)],
+    preset: Annotated[str, typer.Argument(help="Name of a preset, or a .toml file.")] = "digits",
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change a setting.")
+    ] = None,
+) -> None:
+    """Cut a dataset into files for real nodes, one a client; prints the settings that a run on them needs."""
+    import tomli_w
+
+    from deploy.parts import common, export_parts
+
+    settings = make_settings(preset, set_ or [])
+    export_parts(settings, folder)
+    out.print(tomli_w.dumps(common(settings)), end="", highlight=False, soft_wrap=True)
 
 
 @app.command()

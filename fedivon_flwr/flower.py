@@ -1,12 +1,14 @@
 """Flower's own programs: the environment they are started in, and how the `flwr` command finds a SuperLink."""
 
+import json
 import os
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from fedivon_flwr.runs import command, git_commit
-
+HOME = "flwr"  # the `flwr` command's folder in the state of a server or node
 CONNECTION = "here"  # the name of a SuperLink in the `flwr` command's config
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -18,9 +20,8 @@ QUIET = {
 def environment(home: str, variables: Mapping[str, str] = os.environ) -> dict[str, str]:
     """For Flower's programs: a private home, no telemetry, and the programs of this Python first."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{variables.get('PATH', '')}"
-    about = {"FEDIVON_COMMAND": command(), "FEDIVON_COMMIT": git_commit() or ""}
     modules = os.pathsep.join(p for p in (variables.get("PYTHONPATH"), str(Path.cwd())) if p)  # a user's own model
-    return {**variables, **QUIET, **about, "FLWR_HOME": home, "PATH": path, "PYTHONPATH": modules}
+    return {**variables, **QUIET, "FLWR_HOME": home, "PATH": path, "PYTHONPATH": modules}
 
 
 def connect(home: Path, address: str, authority: Path | None = None) -> None:
@@ -30,3 +31,16 @@ def connect(home: Path, address: str, authority: Path | None = None) -> None:
     (home / "config.toml").write_text(
         f'[superlink]\ndefault = "{CONNECTION}"\n[superlink.{CONNECTION}]\naddress = "{address}"\n{trust}\n'
     )
+
+
+def ask(home: Path, *words: str) -> dict[str, Any]:
+    """What the `flwr` command answers: ``success`` and, if that is false, an ``error-message`` in one line."""
+    command = ["flwr", *words, "--format", "json"]
+    done = subprocess.run(command, env=environment(str(home)), capture_output=True, text=True, check=False)
+    try:
+        said: dict[str, Any] = json.loads(done.stdout)
+    except json.JSONDecodeError:
+        said = {"success": False, "error-message": done.stdout + done.stderr}
+    if not said["success"]:
+        said["error-message"] = " ".join(said["error-message"].split())
+    return said

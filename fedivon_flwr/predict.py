@@ -13,7 +13,7 @@ from fedivon_flwr.posterior import DiagGaussian, Layout
 
 # On a CPU the activations of larger batches leave the cache, and vmap turns convolutions into grouped ones, which
 # are 2 to 4 times slower than one draw after the other. 8 draws elsewhere is a guess, not a measurement.
-CPU_BATCH = 256
+CPU_BATCH = 128
 CHUNK = {"cpu": 1}
 CHUNK_OTHERWISE = 8
 

@@ -44,6 +44,8 @@ from fedivon_flwr.settings import Settings
 PACKAGES = ("fedivon-flwr", "flwr", "torch", "torchvision", "ivon-opt", "numpy", "ray")
 KEPT_CHECKPOINTS = 2
 EVALUATION = "evaluation.safetensors"
+ASKED = "asked.json"  # who wants the run, until it has begun
+FLOWER_RUN = "flwr-run.json"  # the number that Flower gave it
 STATE = "state"  # what virtual clients remember, while the run lasts or, with `keep-memory`, longer
 
 
@@ -84,12 +86,14 @@ class RunFolder:
             folder.close()
             raise
         if not (path / "settings.json").exists():
-            write_json(path / "provenance.json", provenance())
+            write_json(path / "provenance.json", provenance(path))
             write_json(path / "settings.json", settings.record())
         elif not folder.finished:
             about = read_json(path / "provenance.json")
-            again = {key: value for key, value in provenance().items() if key in ("command", "git_commit", "started")}
+            now = provenance(path)
+            again = {key: now[key] for key in ("command", "git_commit", "started")}
             write_json(path / "provenance.json", {**about, "resumed": [*about.get("resumed", []), again]})
+        (path / ASKED).unlink(missing_ok=True)
         return folder
 
     def lock(self) -> None:
@@ -201,7 +205,10 @@ def refuse(path: Path, settings: Settings, complete: Complete = lambda settings:
     if not path.is_dir():
         raise UserError(f"The run folder '{path}' is a file; choose another run-dir.")
     if (old := read_json(path / "settings.json")) is None:
-        if not all(p.name in (".lock", "flwr.log", "provenance.json") or p.suffix == ".part" for p in path.iterdir()):
+        if not all(
+            p.name in (".lock", "flwr.log", "provenance.json", ASKED, FLOWER_RUN) or p.suffix == ".part"
+            for p in path.iterdir()
+        ):
             raise UserError(f"The folder '{path}' is not empty and holds no run; choose another run-dir.")
         return
     before, now = complete(Settings.from_config(old)).identity(), settings.identity()
@@ -253,13 +260,22 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             return
 
 
-def provenance() -> dict[str, Any]:
-    """Versions, commit and machine."""
+def note_asked(path: Path) -> None:
+    """Note in a run's folder who wants the run, for the process that will do it: Flower starts that without telling."""
+    write_json(path / ASKED, asked())
+
+
+def asked() -> dict[str, Any]:
+    """What was typed, and the commit of the code with which."""
+    return {"command": command(), "git_commit": git_commit()}
+
+
+def provenance(path: Path | None = None) -> dict[str, Any]:
+    """Versions, commit and machine; of a run in a folder, who asked for it."""
     return {
         "id": uuid.uuid4().hex,
         "versions": versions(),
-        "command": command(),
-        "git_commit": git_commit(),
+        **((path and read_json(path / ASKED)) or asked()),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
     }
@@ -277,15 +293,15 @@ def versions() -> dict[str, str]:
 
 
 def command() -> str:
-    """What was typed; under ``flwr run`` it comes through the environment."""
+    """What was typed."""
     program = Path(sys.argv[0]).name.replace("__main__.py", "fedivon")  # `python -m fedivon_flwr`
-    return os.environ.get("FEDIVON_COMMAND") or shlex.join([program, *sys.argv[1:]])
+    return shlex.join([program, *sys.argv[1:]])
 
 
 def git_commit() -> str | None:
     """The commit of the code, marked when it has uncommitted changes; None outside a checkout.
 
-    ``flwr run`` ships the code without its history, so there the commit comes through the environment.
+    An image has the code without its history; there the commit is in the environment.
     """
     if given := os.environ.get("FEDIVON_COMMIT"):
         return given

@@ -27,8 +27,8 @@ import strategies
 from fedivon_flwr import convolution
 from fedivon_flwr.data import load
 from fedivon_flwr.flower import environment
-from fedivon_flwr.memory import keep_freed_memory
 from fedivon_flwr.models import build
+from fedivon_flwr.process import keep_freed_memory
 from fedivon_flwr.records import to_record
 from fedivon_flwr.runs import provenance, write_json
 from fedivon_flwr.settings import Settings

@@ -3,7 +3,7 @@
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from logging import INFO
+from logging import INFO, WARNING
 from statistics import mean
 from typing import Any
 
@@ -16,10 +16,10 @@ import strategies
 from clients import pick_device, server_data
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.evaluation import Evaluator, Predictions
-from fedivon_flwr.memory import keep_freed_memory
 from fedivon_flwr.models import build
 from fedivon_flwr.posterior import DiagGaussian
 from fedivon_flwr.predict import Partial
+from fedivon_flwr.process import keep_freed_memory
 from fedivon_flwr.records import NDArrays, from_record, to_record
 from fedivon_flwr.runs import STATE, Checkpoint, RunFolder, save_arrays, versions, write_json
 from fedivon_flwr.settings import Settings
@@ -108,6 +108,8 @@ def row_of(report: RoundReport) -> dict[str, Any]:
         "replies": report.replies,
         "refused": report.refused,
     }
+    if report.timeline:
+        row["timeline"] = {key: round(value, 3) for key, value in report.timeline.items()}
     return row | nested(report.evaluation)
 
 
@@ -309,8 +311,16 @@ def final_predictions(
 
 def clients_scores(rows: Sequence[Mapping[str, Any]], settings: Settings) -> dict[str, Any]:
     """The scores of the last evaluation on the nodes, in the form of the server's own."""
-    last: Mapping[str, Any] = next((row["clients"] for row in reversed(rows) if "clients" in row), {})
-    found = {at: dict(last[at]) for at in ("mean", "mc") if at in last}
+    last: Mapping[str, Any] = next((row for row in reversed(rows) if "clients" in row), {"round": 0, "clients": {}})
+    found = {at: dict(last["clients"][at]) for at in ("mean", "mc") if at in last["clients"]}
+    ended = last["round"] == settings.rounds
+    if settings.evaluation == "clients" and not ended:
+        log(
+            WARNING,
+            "No node has answered the last evaluation; the scores are of round %d. It has test-samples = %d draws: "
+            "are they too many for round-deadline = %g?",
+            *(last["round"], settings.test_samples, settings.round_deadline),
+        )
     if "mc" in found:
-        found["mc"]["samples"] = settings.eval_samples
+        found["mc"]["samples"] = settings.test_samples if ended else settings.eval_samples
     return found

@@ -1,6 +1,7 @@
 """Start a virtual federation: on the Ray engine, or through ``flwr run``."""
 
 import logging
+import re
 import signal
 import socket
 import subprocess
@@ -20,14 +21,16 @@ import fedivon_flwr
 import strategies
 from fedivon_flwr.data import NODES
 from fedivon_flwr.errors import UserError
-from fedivon_flwr.flower import CONNECTION, connect, environment
+from fedivon_flwr.flower import CONNECTION, ask, connect, environment
 from fedivon_flwr.models import build
-from fedivon_flwr.runs import STATE, RunFolder, refuse
+from fedivon_flwr.runs import FLOWER_RUN, STATE, RunFolder, note_asked, read_json, refuse, write_json
 from fedivon_flwr.settings import Settings
 from simulation.engine import Resources, ray_grid
 from simulation.report import toml_value
 
 CLIENT_APP = "fedivon_flwr.client_app:app"
+OUTAGE_SECONDS = 300.0  # for which a SuperLink may be away before a run is given up
+POLL_SECONDS = 3.0
 
 
 def check(settings: Settings, wait: bool = False) -> None:
@@ -76,23 +79,50 @@ def with_flwr(settings: Settings, resources: Resources) -> None:
 
 
 def with_superlink(settings: Settings, home: Path, address: str, authority: Path | None) -> None:
-    """Run the apps on a federation that is there, and wait for the end."""
-    with flwr_log(settings) as log:
-        flwr_run(app_folder(), settings.to_config(), str(home), address, log, authority=authority)
+    """Run the apps on a federation that is there, and wait for the end; a run that is under way is waited for."""
+    connect(home, address, authority)
+    run_dir = Path(settings.run_dir)
+    number = flower_run(run_dir)
+    if number is not None and not is_under_way(run_status(number, home)):
+        number = None
+    if number is None:
+        check_server(settings)
+        if (run_dir / "summary.json").exists():  # it is finished
+            return
+    try:
+        with flwr_log(settings, again=number is not None) as log:
+            if number is None:
+                submit(app_folder(), settings.to_config(), home, log, outage=OUTAGE_SECONDS, run_dir=run_dir)
+            else:
+                follow(number, home, log, OUTAGE_SECONDS)
+    except KeyboardInterrupt:
+        raise UserError(
+            "Interrupted, but the run goes on: the same command watches it again, and "
+            f"`FLWR_HOME={home} flwr stop {flower_run(run_dir) or 'RUN_ID'} {CONNECTION}` stops it."
+        ) from None
+
+
+def flower_run(run_dir: Path) -> int | None:
+    """The number that Flower gave to the run of a folder, if it has one."""
+    number = (read_json(run_dir / FLOWER_RUN) or {}).get("run")
+    return None if number is None else int(number)
 
 
 @contextmanager
-def flwr_log(settings: Settings) -> Iterator[TextIO]:
+def flwr_log(settings: Settings, again: bool = False) -> Iterator[TextIO]:
     """What Flower prints goes into the run's folder; a run that left no summary has failed."""
     run_dir = Path(settings.run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        if not again:
+            note_asked(run_dir)
     except OSError as error:
         raise UserError(f"The run folder '{run_dir}' cannot be made ({error.strerror}); choose another.") from None
-    with (run_dir / "flwr.log").open("w") as log:
+    with (run_dir / "flwr.log").open("a") as log:
+        earlier = log.tell()
         yield log
     if not (run_dir / "summary.json").exists():
-        raise UserError(reason_in(run_dir / "flwr.log"))
+        raise UserError(reason_in(run_dir / "flwr.log", earlier))
 
 
 def client_config(settings: Settings) -> dict[str, Any]:
@@ -110,20 +140,75 @@ def federation(nodes: int, resources: Resources) -> list[str]:
 
 
 def flwr_run(
+    app: Path, config: Mapping[str, Any], home: str, address: str, log: TextIO, options: Sequence[str] = ()
+) -> None:
+    """Submit an app to a SuperLink of this machine and wait for its end; `home` is Flower's private folder."""
+    connect(Path(home), address)
+    submit(app, config, Path(home), log, options)
+
+
+def submit(
     app: Path,
     config: Mapping[str, Any],
-    home: str,
-    address: str,
+    home: Path,
     log: TextIO,
     options: Sequence[str] = (),
-    authority: Path | None = None,
+    outage: float = 0.0,
+    run_dir: Path | None = None,
 ) -> None:
-    """Submit an app to a SuperLink and wait for its end; `home` is Flower's private folder."""
-    connect(Path(home), address, authority)
-    asked = Path(home, "run.toml")
-    asked.write_text(to_toml(config))
-    run_command = ["flwr", "run", str(app), CONNECTION, "--run-config", str(asked), "--stream", *options]
-    subprocess.run(run_command, env=environment(home), stdout=log, stderr=subprocess.STDOUT, check=False)
+    """Submit an app to the SuperLink that `home` knows, note the run's number in `run_dir`, and wait for its end."""
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as asked:
+        asked.write(to_toml(config))
+        asked.flush()
+        command = ["flwr", "run", str(app), CONNECTION, "--run-config", asked.name, *options]
+        done = subprocess.run(
+            command,
+            env=environment(str(home)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+    log.write(done.stdout)
+    log.flush()
+    if (started := re.search(r"Successfully started run (\d+)", done.stdout)) is None:
+        return
+    if run_dir is not None:
+        write_json(run_dir / FLOWER_RUN, {"run": int(started[1])})
+    follow(int(started[1]), home, log, outage)
+
+
+def follow(number: int, home: Path, log: TextIO, outage: float = 0.0) -> None:
+    """Write down a run's log and wait for its end; the SuperLink may be away for `outage` seconds.
+
+    If it may not, it is one of our own: then the end of the log is that of the run, and nobody needs to be asked.
+    """
+    heard = time.monotonic()
+    shown = ["flwr", "log", str(number), CONNECTION, "--stream"]
+    while True:
+        subprocess.run(shown, env=environment(str(home)), stdout=log, stderr=subprocess.STDOUT, check=False)
+        if not outage:
+            return
+        if is_under_way(status := run_status(number, home)):
+            heard = time.monotonic()
+        elif status is not None or time.monotonic() - heard > outage:
+            return
+        time.sleep(POLL_SECONDS)
+
+
+def run_status(number: int, home: Path) -> str | None:
+    """What Flower says of a run, e.g. ``running`` or ``finished:completed``; None when it does not answer."""
+    said = ask(home, "list", CONNECTION, "--run-id", str(number))
+    return str(said["runs"][0]["status"]) if said.get("runs") else None
+
+
+def is_under_way(status: str | None) -> bool:
+    """Whether a run has not come to its end.
+
+    >>> [is_under_way(status) for status in ("running", "pending", "finished:failed", None)]
+    [True, True, False, False]
+    """
+    return status is not None and not status.startswith("finished")
 
 
 def app_folder() -> Path:
@@ -176,18 +261,18 @@ def stop_tree(pid: int, patience: float = 10.0) -> None:
     except psutil.NoSuchProcess:
         return
     family = [*root.children(recursive=True), root]
-    for ask in (signal.SIGTERM, signal.SIGKILL):
+    for number in (signal.SIGTERM, signal.SIGKILL):
         for process in family:
             try:
-                process.send_signal(ask)
+                process.send_signal(number)
             except psutil.NoSuchProcess:
                 continue
         _, family = psutil.wait_procs(family, timeout=patience)
 
 
-def reason_in(log: Path) -> str:
-    """Why a run under Flower failed, as one sentence: our own error where the log has one."""
-    lines = log.read_text(errors="replace").splitlines()
+def reason_in(log: Path, earlier: int = 0) -> str:
+    """Why a run under Flower failed, as one sentence: our own error where the log has one after so many bytes."""
+    lines = log.read_bytes()[earlier:].decode(errors="replace").splitlines()
     ours = [line.partition("UserError: ")[2] for line in lines if "UserError: " in line]
     return ours[-1] if ours else f"The run under `flwr run` failed; see '{log}'."
 

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from clients import CLIENTS
 from fedivon_flwr.runs import draws_done, read_lines, read_metrics
 from fedivon_flwr.settings import Settings
-from simulation.report import number
+from simulation.report import number, with_scores
 
 POLL_SECONDS = 0.5
 LINE_SECONDS = 10.0  # between lines where there is no terminal to redraw
@@ -36,7 +36,7 @@ class RunState:
         """As the run's folder has it now."""
         path = Path(settings.run_dir)
         finished, people = (path / "summary.json").exists(), list(read_lines(path / "clients.jsonl"))
-        return cls(settings, list(read_metrics(path)), draws_done(path), finished, people)
+        return cls(settings, [with_scores(row) for row in read_metrics(path)], draws_done(path), finished, people)
 
     @property
     def rounds_done(self) -> int:
@@ -50,8 +50,9 @@ class RunState:
 
     @property
     def final_draws(self) -> int:
-        """Weight samples of the final evaluation; none for a method without a posterior."""
-        return self.settings.test_samples if CLIENTS[self.settings.method].first_hess is not None else 0
+        """Weight samples of the server's final evaluation; none for a method without a posterior."""
+        draws = self.settings.evaluation == "server" and CLIENTS[self.settings.method].first_hess is not None
+        return self.settings.test_samples if draws else 0
 
     def pace(self) -> tuple[float, float] | None:
         """Seconds of a round without evaluation, and of one pass over the test data; None before the first round."""

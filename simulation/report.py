@@ -76,6 +76,35 @@ def markdown_table(summaries: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def with_scores(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A round with the scores of its evaluation where those of the server would be, also if the nodes made it.
+
+    >>> with_scores({"round": 5, "clients": {"loss": 0.4, "mean": {"nll": 0.4}}})["mean"]
+    {'nll': 0.4}
+    """
+    return {**row, **row.get("clients", {})}
+
+
+def time_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Where the time of a round goes, as a Markdown table: means over the rounds in which clients measured it.
+
+    >>> timeline = {"client": 7, "push": 2.0, "start": 1.0, "import": 3.0, "load": 0.1, "train": 4.0, "reply": 1.9}
+    >>> print(*time_table([{"seconds": 12.5, "timeline": timeline}, {"seconds": 30.0}]), sep="\\n")
+    | push | start | import | load | train | reply | the rest | a round |
+    |--:|--:|--:|--:|--:|--:|--:|--:|
+    | 2.00 | 1.00 | 3.00 | 0.10 | 4.00 | 1.90 | 0.50 | 12.50 |
+    """
+    found = []
+    for row in rows:
+        if timeline := row.get("timeline"):
+            phases = {phase: seconds for phase, seconds in timeline.items() if phase != "client"}
+            found.append({**phases, "the rest": row["seconds"] - sum(phases.values()), "a round": row["seconds"]})
+    if not found:
+        return []
+    means = [f"{np.mean([each[name] for each in found]):.2f}" for name in found[0]]
+    return [f"| {' | '.join(found[0])} |", "|--:" * len(means) + "|", f"| {' | '.join(means)} |"]
+
+
 def write_report(
     folder: Path,
     summary: Mapping[str, Any],
@@ -88,7 +117,7 @@ def write_report(
 
     method = summary["method"]
     title = f"{label(method)} on {summary['dataset']}, seed {summary['seed']}"
-    save_figure(curves_figure(rows, title, method), folder / "curves.png")
+    save_figure(curves_figure([with_scores(row) for row in rows], title, method), folder / "curves.png")
     text = [
         f"# {title}",
         "",
@@ -106,7 +135,10 @@ def write_report(
     if people:
         save_figure(personal_figure(people, title), folder / "personal.png")
         text += ["![personal models](personal.png)", ""]
-    text += ["![curves](curves.png)", "", "## Settings", "", "```toml"]
+    text += ["![curves](curves.png)", ""]
+    if times := time_table(rows):
+        text += ["Seconds of a round, by the client that worked the longest; means over the rounds:", "", *times, ""]
+    text += ["## Settings", "", "```toml"]
     text += [f"{key} = {toml_value(value)}" for key, value in summary["settings"].items()] + ["```", ""]
     write_bytes(folder / "report.md", "\n".join(text).encode())
 

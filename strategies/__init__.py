@@ -30,6 +30,7 @@ def build(settings: Settings) -> FederatedStrategy:
         node_wait=settings.node_wait,
         evaluate_every=settings.evaluate_every if settings.evaluation == "clients" else 0,
         evaluate_clients=settings.clients_per_round,
+        final_samples=settings.test_samples,
         unseen=settings.unseen_clients,
         seed=settings.seed,
     )
@@ -41,13 +42,15 @@ def build(settings: Settings) -> FederatedStrategy:
 def training(settings: Settings) -> dict[str, Any]:
     """The part of the settings that decides what is trained: those that matter after the last round are left out.
 
-    All of them decide it where personal models need what the clients remember, unless that outlasts the run.
+    All of them decide it where personal models need what the clients remember, unless that outlasts the run. An
+    evaluation on the clients is a part of the last round.
     """
     strategy, identity = build(settings), settings.identity()
     if settings.personal and strategy.remembers and not settings.keep_memory:
         return identity
     late = {f"{settings.method}.{key}" for key in strategy.late_keys()}
-    late |= {key for key in identity if key.rpartition(".")[2].startswith(("test-", "personal-"))} | {"personal"}
+    after = ("personal-",) if settings.evaluation == "clients" else ("personal-", "test-")
+    late |= {key for key in identity if key.rpartition(".")[2].startswith(after)} | {"personal"}
     return {key: value for key, value in identity.items() if key not in late}
 
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.common.constant import ErrorCode
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
@@ -36,9 +37,11 @@ from fedivon_flwr.records import (
     to_record,
 )
 from fedivon_flwr.settings import MethodOptions
+from fedivon_flwr.timeline import ON_NODE, split_off, whole
 from strategies.aggregation import weighted_mean
 
 PARTITION_ID = "partition-id"
+QUERY_SECONDS = 60.0  # for which a node may keep us waiting until it says who it is
 MOST_VOID_ROUNDS = 10  # in a row; then the run ends
 LARGEST = 1e15  # absolute value that is accepted in a reply
 
@@ -50,11 +53,12 @@ class RoundSettings:
     clients_per_round: int = 10
     min_replies: int = 1  # with fewer accepted replies the round is void and the posterior stays
     deadline: float = 3600.0  # seconds until a round closes with the replies that are there
-    nodes: int = 0  # how many are expected; the first round waits for them
-    node_wait: float = 300.0  # seconds to wait for nodes to connect, or to say who they are
+    nodes: int = 0  # how many are expected, if more than a round asks; the first round waits for them
+    node_wait: float = 300.0  # seconds to wait for nodes to connect
     max_examples: int = 10_000_000  # a client that claims more is refused: it would outweigh the rest
     evaluate_every: int = 0  # rounds between federated evaluations; 0 for none
     evaluate_clients: int = 10
+    final_samples: int = 0  # weight samples of the last of them; 0: as many as of the others
     unseen: int = 0  # the last so many of `nodes` are never asked to train
     seed: int = 0
 
@@ -67,6 +71,7 @@ class Reply:
     examples: int
     arrays: NDArrays
     metrics: Mapping[str, float]
+    timeline: Mapping[str, float] = field(default_factory=dict)  # seconds by phase, if the client measures them
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,7 @@ class RoundReport:
     replies: int
     refused: int
     evaluation: Mapping[str, float] = field(default_factory=dict)
+    timeline: Mapping[str, float] = field(default_factory=dict)  # of the client that worked the longest
 
 
 Callback = Callable[[RoundReport, ArrayRecord], None]
@@ -94,22 +100,32 @@ class Roster:
     """
 
     def __init__(self) -> None:
-        self._partition: dict[int, int | None] = {}
+        self._client: dict[int, int] = {}  # node id → client, in the order in which they were first heard of
+        self._doubles: set[int] = set()
 
     def online(self, grid: Grid, timeout: float) -> list[tuple[int, int]]:
-        """``(client, node id)`` of all connected nodes, sorted; a node without a partition goes by its node id."""
+        """``(client, node id)`` of the connected nodes, sorted; a node without a partition goes by its node id.
+
+        Who does not say who it is (it is busy, or gone) does not count, and is asked again the next time.
+        """
         nodes = set(grid.get_node_ids())
-        if new := sorted(nodes - self._partition.keys()):
+        if new := sorted(nodes - self._client.keys()):
             messages = [Message(RecordDict(), dst_node_id=node, message_type=MessageType.QUERY) for node in new]
             for reply in grid.send_and_receive(messages, timeout=timeout):
-                # An app that does not answer queries says so with an error; who says nothing is asked again.
-                told = None if reply.has_error() else partition_of(reply.content)
-                self._partition[reply.metadata.src_node_id] = told
-        return sorted((self._client(node), node) for node in nodes)
-
-    def _client(self, node: int) -> int:
-        partition = self._partition.get(node)
-        return node if partition is None else partition
+                node = reply.metadata.src_node_id
+                if not reply.has_error():
+                    told = partition_of(reply.content)
+                    self._client[node] = node if told is None else told
+                elif reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:  # an app that does not answer queries
+                    self._client[node] = node
+        found = dict[int, int]()
+        for node, client in self._client.items():
+            if node in nodes:
+                if client in found and client not in self._doubles:
+                    self._doubles.add(client)
+                    log(WARNING, "Two nodes have the number %d; only the later is asked. Give each its own.", client)
+                found[client] = node  # a node that was started anew without a key has a new id
+        return sorted(found.items())
 
 
 def partition_of(content: RecordDict) -> int | None:
@@ -133,10 +149,13 @@ class FederatedStrategy(Strategy):
         self.rounds = rounds or RoundSettings()
         self.num_rounds = 1
         self.roster = Roster()
-        self._awaited = self.rounds.nodes - self.rounds.unseen  # nodes to wait for before the first round
+        # nodes to wait for before the first round
+        self._awaited = max(self.rounds.nodes - self.rounds.unseen, self.rounds.clients_per_round)
         self._asked: dict[int, int] = {}  # node id → client, of the round under way
+        self._questions: list[Message] = []  # to these
         self._sent: NDArrays = {}
         self._refused = self._bytes_up = 0
+        self._timeline: Mapping[str, float] = {}
         self._reason = ""  # of the last refusal
 
     # What a method decides
@@ -254,6 +273,8 @@ class FederatedStrategy(Strategy):
             return []
         chosen = self._choose(grid, server_round, self.rounds.evaluate_clients, "evaluate")
         extra = self.evaluate_config(server_round)
+        if self.rounds.final_samples and server_round == self.num_rounds:
+            extra["eval-samples"] = self.rounds.final_samples
         return self._messages(chosen, arrays, config, server_round, MessageType.EVALUATE, extra)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:  # noqa: ARG002
@@ -285,6 +306,7 @@ class FederatedStrategy(Strategy):
             replies = list(grid.send_and_receive(train, timeout=deadline))
             combined, metrics = self.aggregate_train(server_round, replies)
             refused, accepted, bytes_up = self._refused, len(replies) - self._refused, self._bytes_up
+            timeline = self._timeline
             if combined is not None:
                 result.arrays = arrays = combined
             void = 0 if combined is not None else void + 1
@@ -305,6 +327,7 @@ class FederatedStrategy(Strategy):
                 replies=accepted,
                 refused=refused,
                 evaluation=evaluation,
+                timeline=timeline,
             )
             for callback in callbacks:
                 callback(report, arrays)
@@ -312,7 +335,7 @@ class FederatedStrategy(Strategy):
 
     def personal(self, grid: Grid, arrays: ArrayRecord, config: ConfigRecord, clients: Sequence[int]) -> list[Reply]:
         """Ask clients to make personal models of the server's arrays; what they tell of them."""
-        online = self.roster.online(grid, self.rounds.node_wait)
+        online = self.roster.online(grid, min(self.rounds.node_wait, self.rounds.deadline, QUERY_SECONDS))
         chosen = [(client, node) for client, node in online if client in set(clients)]
         extra = self.personal_config()
         messages = self._messages(chosen, arrays, config, self.num_rounds, MessageType.EVALUATE, extra)
@@ -348,19 +371,23 @@ class FederatedStrategy(Strategy):
         return {f"clients-{key}": value for key, value in numbers(metrics).items()}
 
     def _choose(self, grid: Grid, server_round: int, count: int, purpose: str) -> list[tuple[int, int]]:
-        """Draw from the connected clients, once all (or, after `node_wait`, enough) of them are there."""
+        """Draw from the connected clients.
+
+        Before the first round all of them are waited for, later only as many as a round needs: who has left is not.
+        """
+        least = max(1, self.rounds.min_replies)
         give_up = time.monotonic() + self.rounds.node_wait
-        while len(online := self._taking_part(grid)) < max(count, self._awaited):
+        while len(online := self._taking_part(grid)) < max(least, self._awaited):
             if time.monotonic() > give_up:
-                if len(online) >= count:
+                if len(online) >= least:
                     log(WARNING, "Going on with %d of %d nodes", len(online), self._awaited)
                     break
                 raise UserError(
-                    f"Only {len(online)} nodes are connected after {self.rounds.node_wait:g} s but a round asks "
-                    f"{count}; start more nodes or lower clients-per-round."
+                    f"Only {len(online)} nodes are connected after {self.rounds.node_wait:g} s but a round needs "
+                    f"{least}; start more nodes or lower min-replies."
                 )
             time.sleep(0.5)
-        self._awaited = 0  # who leaves later is not waited for
+        self._awaited = 0
         chosen = self.draw([client for client, _ in online], count, server_round, purpose)
         return [(client, node) for client, node in online if client in chosen]
 
@@ -382,14 +409,15 @@ class FederatedStrategy(Strategy):
         own = {} if self.own is None else {"own": self.own}
         told = ConfigRecord({**config, **extra, **own, "server-round": server_round, "seed": self.rounds.seed})
         content = RecordDict({"arrays": arrays, "config": told})
-        return [Message(content, dst_node_id=node, message_type=message_type) for _, node in chosen]
+        self._questions = [Message(content, dst_node_id=node, message_type=message_type) for _, node in chosen]
+        return self._questions
 
     def _accept(self, messages: Iterable[Message], check_arrays: bool) -> list[Reply]:
         """The replies that can be trusted, in the order of the clients; the others are logged and counted."""
         accepted: dict[int, Reply] = {}
         self._refused = self._bytes_up = 0
         for message in messages:
-            client = self._asked.get(message.metadata.src_node_id)
+            client = self._sender(message)
             reply = self._read(message, client, check_arrays)
             if isinstance(reply, Reply) and reply.client not in accepted:
                 accepted[reply.client] = reply
@@ -398,7 +426,16 @@ class FederatedStrategy(Strategy):
             self._refused += 1
             reason = self._reason = "it answered twice" if isinstance(reply, Reply) else reply
             log(WARNING, "Refused the reply of client %s: %s", "?" if client is None else client, reason)
+        longest = max(accepted.values(), key=worked, default=None)
+        self._timeline = {"client": longest.client, **longest.timeline} if longest and longest.timeline else {}
         return [accepted[client] for client in sorted(accepted)]
+
+    def _sender(self, reply: Message) -> int | None:
+        """Whose reply it is; if Flower answers for a node that was lost, only the question tells."""
+        node, answered = reply.metadata.src_node_id, reply.metadata.reply_to_message_id
+        if reply.has_error() and answered:
+            node = next((q.metadata.dst_node_id for q in self._questions if q.metadata.message_id == answered), node)
+        return self._asked.get(node)
 
     def _read(self, message: Message, client: int | None, check_arrays: bool) -> Reply | str:
         """A reply, or the reason to refuse it."""
@@ -420,11 +457,24 @@ class FederatedStrategy(Strategy):
             return reason
         if check_arrays and (reason := self.refuse(arrays) or self.refuse_metrics(metrics)):
             return reason
-        return Reply(client, int(examples), arrays, metrics)
+        return Reply(client, int(examples), arrays, metrics, self._timed(message, split_off(metrics)))
+
+    def _timed(self, reply: Message, on_node: Mapping[str, float]) -> Mapping[str, float]:
+        """The timeline of a reply whose node measured its part."""
+        node = reply.metadata.src_node_id
+        sent = next((q.metadata.created_at for q in self._questions if q.metadata.dst_node_id == node), None)
+        if sent is None or len(on_node) < len(ON_NODE):
+            return {}
+        return whole(on_node, sent, reply.metadata.created_at, time.time())
 
     def expected(self, sent: NDArrays) -> NDArrays:
         """Arrays with the keys, shapes and types a reply must have: those that were sent and are shared."""
         return {key: array for key, array in sent.items() if not is_own(key, self.own)}
+
+
+def worked(reply: Reply) -> float:
+    """Seconds that a client's node was busy with its reply, by its own clock."""
+    return sum(reply.timeline.get(phase, 0.0) for phase in ON_NODE)
 
 
 def draw(clients: Sequence[int], count: int, seed: int, server_round: int, purpose: str = "train") -> set[int]:

@@ -1,5 +1,7 @@
 """For all tests: one thread, a cache of their own, and no deadline for generated examples."""
 
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -26,6 +28,14 @@ def own_cache(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The user's cache is not touched; data are prepared once for the whole session."""
     monkeypatch.setenv("FEDIVON_CACHE", str(shared_cache))
     monkeypatch.setenv("FEDIVON_STATE", str(shared_cache / "state"))
+
+
+@pytest.fixture(scope="session")
+def docker_compose() -> None:
+    """For tests that need Docker's compose, with or without an engine."""
+    command = ["docker", "compose", "version"]
+    if shutil.which("docker") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("Docker's compose is not installed")
 
 
 @pytest.fixture

@@ -49,6 +49,20 @@ class Contract:
             sides, classes, _numbers("pixel-mean", mean, channels), _numbers("pixel-std", std, channels, least=0)
         )
 
+    def settings(self) -> dict[str, str | int]:
+        """The keys of a run config of which `parse` makes this.
+
+        >>> Contract((1, 8, 8), 10, (0.25,), (0.5,)).settings()
+        {'input-shape': '1x8x8', 'classes': 10, 'pixel-mean': '0.25', 'pixel-std': '0.5'}
+        """
+        mean, std = (",".join(map(repr, values)) for values in (self.mean, self.std))
+        return {
+            "input-shape": "x".join(map(str, self.shape)),
+            "classes": self.classes,
+            "pixel-mean": mean,
+            "pixel-std": std,
+        }
+
     def fit(self, dataset: Dataset) -> Dataset:
         """A node's data as the federation's model takes them; refused where they do not fit."""
         if dataset.shape != self.shape:

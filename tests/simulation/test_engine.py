@@ -1,6 +1,5 @@
 """The Ray engine carries every message, survives what clients do, and a killed run ends as one never killed."""
 
-import json
 import os
 import signal
 import subprocess
@@ -17,6 +16,7 @@ import ray
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
+from outcome import rounds
 
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.records import from_record, to_record
@@ -313,10 +313,6 @@ def wait_for(condition: Callable[[], bool], process: "subprocess.Popen[str]") ->
         time.sleep(0.01)
 
 
-def without_time(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key != "seconds"}
-
-
 def test_a_killed_run_ends_bit_identical(tmp_path: Path, shared_cache: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     first = start(killed, shared_cache)
@@ -340,10 +336,8 @@ def test_a_killed_run_ends_bit_identical(tmp_path: Path, shared_cache: Path) -> 
     assert {k: v for k, v in about.items() if k not in drop} == {
         k: v for k, v in expected_about.items() if k not in drop
     }
-    lines = [(path / "metrics.jsonl").read_text().splitlines() for path in (killed, whole)]
-    rows = [[without_time(json.loads(line)) for line in each] for each in lines]
-    assert rows[0] == rows[1]
-    assert [row["round"] for row in rows[0]] == list(range(1, 13))
+    assert rounds(killed) == rounds(whole)
+    assert [row["round"] for row in rounds(killed)] == list(range(1, 13))
     assert read_json(killed / "summary.json")["metrics"] == read_json(whole / "summary.json")["metrics"]
     assert {p.name for p in whole.iterdir()} == {p.name for p in killed.iterdir() if p.suffix != ".part"}
 

@@ -21,7 +21,7 @@ from fedivon_flwr.metrics import score
 from fedivon_flwr.runs import RunFolder, draws_done, load_arrays, to_json
 from fedivon_flwr.settings import Settings, flatten
 from simulation import federation
-from simulation.federation import run
+from simulation.federation import clients_scores, run
 from simulation.presets import PRESETS
 from strategies.base import draw
 
@@ -76,6 +76,7 @@ def test_personal_models_are_scored_client_by_client(tmp_path: Path) -> None:
     report = (tmp_path / "run" / "report.md").read_text()
     assert "FedIvon, personal@mean" in report
     assert "personal.png" in report
+    assert "| push | start | import | load | train | reply | the rest | a round |" in report
     assert (tmp_path / "run" / "personal.png").stat().st_size > 5000
 
 
@@ -106,7 +107,7 @@ def test_a_run_with_memory_goes_on_from_a_checkpoint_to_the_same_end(
 def people(path: Path) -> list[dict[str, Any]]:
     """The clients' scores without the seconds that they took."""
     found = [json.loads(line) for line in (path / "clients.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in found]
+    return [{key: value for key, value in row.items() if key not in ("seconds", "timeline")} for row in found]
 
 
 def test_a_client_that_failed_is_asked_again(tmp_path: Path) -> None:
@@ -216,8 +217,18 @@ def test_evaluation_on_the_nodes_ends_up_in_the_summary(tmp_path: Path) -> None:
     run(LocalGrid(chosen.to_config(), chosen.clients), chosen)
     metrics = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
     assert 0 <= metrics["mean"]["accuracy"] <= 1
-    assert metrics["mc"]["samples"] == 2
+    assert metrics["mc"]["samples"] == chosen.test_samples == 3
     assert rows(tmp_path / "run")[-1]["clients"]["mc"]["nll"] == metrics["mc"]["nll"]
+
+
+def test_an_evaluation_that_is_missing_is_no_final_one(tmp_path: Path) -> None:
+    chosen = settings(tmp_path / "run", evaluation="clients")
+    scores = {"mean": {"nll": 1.0}, "mc": {"nll": 0.9}}
+    rounds: list[dict[str, Any]] = [{"round": 2, "clients": scores}, {"round": chosen.rounds}]
+    assert clients_scores(rounds, chosen)["mc"] == {"nll": 0.9, "samples": chosen.eval_samples}
+    rounds[1]["clients"] = scores
+    assert clients_scores(rounds, chosen)["mc"] == {"nll": 0.9, "samples": chosen.test_samples}
+    assert clients_scores([], chosen) == {}
 
 
 def test_tensorboard_events_are_written(tmp_path: Path) -> None:

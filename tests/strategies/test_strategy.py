@@ -1,6 +1,7 @@
 """Whole rounds of the strategies with the real ClientApp: who is asked, what is refused, when a round is void."""
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
@@ -11,7 +12,7 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.common.constant import ErrorCode
+from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.serverapp.strategy import Result
 from grid import LocalGrid, Tamper
 from numpy.typing import NDArray
@@ -94,6 +95,36 @@ def warnings() -> Iterator[list[str]]:
 # Who is asked
 
 
+def test_of_two_nodes_with_one_number_the_later_is_asked(warnings: list[str]) -> None:
+    run = Run(clients=6)
+    first = next(node for node, client in run.grid.partitions.items() if client == 0)
+    known = run.strategy.roster.online(run.grid, 1.0)
+    later = max(run.grid.partitions) + 1
+    run.grid.partitions[later] = 0
+    assert run.strategy.roster.online(run.grid, 1.0) == [(0, later), *known[1:]]
+    assert run.strategy.roster.online(run.grid, 1.0) == [(0, later), *known[1:]]
+    assert [line for line in warnings if "Two nodes have the number 0" in line] == warnings != []
+    assert len(warnings) == 1
+    del run.grid.partitions[later]
+    assert run.strategy.roster.online(run.grid, 1.0) == [(0, first), *known[1:]]
+
+
+def test_who_does_not_say_who_it_is_does_not_count_and_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(clients=6)
+    silent = next(node for node, client in run.grid.partitions.items() if client == 2)
+    send, gone = run.grid.send_and_receive, Error(ErrorCode.NODE_UNAVAILABLE, "gone")
+
+    def without(messages: Iterable[Message], **more: Any) -> Iterable[Message]:
+        asked = list(messages)
+        yield from send([message for message in asked if message.metadata.dst_node_id != silent], **more)
+        yield from (Message(gone, reply_to=message) for message in asked if message.metadata.dst_node_id == silent)
+
+    monkeypatch.setattr(run.grid, "send_and_receive", without)
+    assert [client for client, _ in run.strategy.roster.online(run.grid, 1.0)] == [0, 1, 3, 4, 5]
+    monkeypatch.undo()
+    assert [client for client, _ in run.strategy.roster.online(run.grid, 1.0)] == [0, 1, 2, 3, 4, 5]
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_the_seed_alone_decides_whatever_the_node_ids_and_the_order_of_replies(method: str) -> None:
     runs = [Run(method=method, rounds=3), Run(method=method, rounds=3)]
@@ -145,10 +176,24 @@ def test_the_learning_rate_decays_linearly(method: str) -> None:
 
 
 def test_too_few_nodes_are_said() -> None:
-    run = Run()
+    run = Run(min_replies=3)
     run.grid.partitions = dict(list(run.grid.partitions.items())[:2])
-    with pytest.raises(UserError, match=r"Only 2 nodes .* asks 3"):
+    with pytest.raises(UserError, match=r"Only 2 nodes .* needs 3; start more nodes or lower min-replies"):
         run.start()
+
+
+def test_nodes_that_leave_are_not_waited_for_and_who_comes_back_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(rounds=4, method="fedavg", node_wait=60.0, evaluation="clients", evaluate_every=2)
+    everybody = list(run.grid.partitions)
+
+    def ids() -> Iterable[int]:
+        return everybody[:2] if len(run.reports) in (1, 2) else everybody
+
+    monkeypatch.setattr(run.grid, "get_node_ids", ids)
+    began = time.monotonic()
+    run.start()
+    assert [report.replies for report in run.reports] == [3, 2, 2, 3]
+    assert time.monotonic() - began < 30
 
 
 def test_nodes_that_come_late_are_waited_for() -> None:
@@ -315,6 +360,53 @@ def test_an_answer_of_a_node_that_was_not_asked_is_refused(warnings: list[str]) 
     assert "Refused the reply of client ?: node 77 was not asked" in warnings
 
 
+def test_an_error_that_flower_gives_for_a_lost_node_is_laid_to_that_node(warnings: list[str]) -> None:
+    """It comes from Flower's own node id, and names the question only."""
+
+    def lost(reply: Message, partition: int) -> list[Message]:
+        if partition != victim():
+            return [reply]
+        error = Message(Error(ErrorCode.NODE_UNAVAILABLE, "gone"), reply_to=question_of(reply))
+        error.metadata.__dict__["_src_node_id"] = SUPERLINK_NODE_ID
+        return [error]
+
+    run = Run(lost, method="fedavg", rounds=1)
+    run.start()
+    assert (run.reports[0].replies, run.reports[0].refused) == (2, 1)
+    assert f"Refused the reply of client {victim()}: error {ErrorCode.NODE_UNAVAILABLE}: gone" in warnings
+
+
+def question_of(reply: Message) -> Message:
+    question = Message(RecordDict(), dst_node_id=reply.metadata.src_node_id, message_type="train")
+    question.metadata.__dict__["_message_id"] = reply.metadata.reply_to_message_id
+    return question
+
+
+def test_a_round_tells_where_its_time_went() -> None:
+    run = Run(method="fedivon", rounds=2, evaluation="clients", evaluate_every=1)
+    began = time.time()
+    run.start()
+    for report in run.reports:
+        client, *phases = report.timeline.items()
+        assert client[1] in {who for when, who in run.grid.clients() if when == report.round}
+        assert [name for name, _ in phases] == ["push", "start", "import", "load", "train", "reply"]
+        assert sum(seconds for _, seconds in phases) <= time.time() - began
+        assert report.timeline["train"] > 0
+        assert not [key for key in report.evaluation if "seconds" in key]
+
+
+def test_clients_that_measure_nothing_are_no_error() -> None:
+    def bare(reply: Message, partition: int) -> list[Message]:
+        for record in reply.content.metric_records.values():
+            for key in [key for key in record if key.startswith("seconds-")]:
+                del record[key]
+        return [reply]
+
+    run = Run(bare, method="fedavg", rounds=1)
+    run.start()
+    assert run.reports[0].timeline == {}
+
+
 # When a round is void
 
 
@@ -391,7 +483,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_end(changes: dict[str, Any])
 
 
 def test_federated_evaluation_in_the_rounds_that_are_due() -> None:
-    run = Run(rounds=3, evaluation="clients", evaluate_every=2)
+    run = Run(rounds=3, evaluation="clients", evaluate_every=2, test_samples=3)
     run.start()
     assert sorted({when for when, _ in run.grid.clients("evaluate")}) == [2, 3]
     assert list(run.result.evaluate_metrics_clientapp) == [2, 3]
@@ -401,6 +493,8 @@ def test_federated_evaluation_in_the_rounds_that_are_due() -> None:
     assert 0 <= scores["clients-mc-accuracy"] <= 1
     assert scores["clients-loss"] == pytest.approx(scores["clients-mean-nll"])
     assert [report.replies for report in run.reports] == [3, 3, 3]
+    samples = {(when, told["eval-samples"]) for kind, when, _, told in run.grid.asked if kind == "evaluate"}
+    assert samples == {(2, 2), (3, 3)}  # the last with test-samples
 
 
 def test_evaluation_does_not_change_the_training() -> None:

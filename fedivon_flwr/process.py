@@ -1,7 +1,9 @@
-"""Keep freed memory instead of giving it back to the system after every training step."""
+"""What makes a process fast that trains: it keeps freed memory, and does not load what it does not need."""
 
 import ctypes
 import sys
+
+from torch.optim import Optimizer
 
 # glibc's mallopt(3): parameters, and "never" for both thresholds
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
@@ -23,3 +25,15 @@ def keep_freed_memory() -> bool:
     wanted = {M_TRIM_THRESHOLD: NEVER, M_MMAP_THRESHOLD: 2**30, M_TOP_PAD: PAD}
     set_ = [mallopt(key, value) for key, value in wanted.items()]  # all of them, even if one is refused
     return all(set_)
+
+
+def without_compiler() -> None:
+    """Let PyTorch's optimisers work without its compiler, which takes two seconds to import.
+
+    Some of their methods are marked as not to be compiled. When such a method is called for the first time, the mark
+    imports the compiler and leaves, on the method, the function to call from then on; here that is the method itself.
+    Where a version of PyTorch does it in another way, this changes nothing.
+    """
+    for method in vars(Optimizer).values():
+        if (plain := getattr(method, "__wrapped__", None)) is not None:
+            vars(plain).setdefault("__dynamo_disable", plain)
