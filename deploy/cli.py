@@ -1,7 +1,6 @@
 """``fedivon deploy``: credentials, the programs on the machines, registration of nodes, and runs."""
 
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,7 +20,17 @@ ServerFolder = Annotated[
 ]
 Insecure = Annotated[bool, typer.Option("--insecure", help="No encryption; for this machine only.")]
 State = Annotated[Path, typer.Option(help="Folder that must survive a restart.", file_okay=False)]
-Address = Annotated[str, typer.Option(help="HOST:PORT of the SuperLink, seen from here.")]
+
+
+def host_and_port(address: str) -> str:
+    """An address that Flower's programs and nginx take."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UserError(f"The address '{address}' of the SuperLink must be HOST:PORT, e.g. link.example.org:9443.")
+    return address
+
+
+Address = Annotated[str, typer.Option(help="HOST:PORT of the SuperLink, seen from here.", callback=host_and_port)]
 
 
 @app.command()
@@ -52,10 +61,12 @@ def superlink(
     insecure: Insecure = False,
 ) -> None:
     """Carry the messages of the federation; on its machine, with superexec and proxy."""
-    from deploy.programs import SERVER_FILES, Security
+    from deploy.programs import SERVER_FILES, Security, is_local
     from deploy.programs import superlink as command
 
     security = Security.of(credentials, insecure, SERVER_FILES, host)
+    if not is_local(host):
+        out.print(f"Whoever reaches {host}:{port} can submit runs; let nobody but the proxy.")
     run_program(command(security, own_folder(state), host, port), state)
 
 
@@ -84,13 +95,13 @@ def proxy(
     from deploy.programs import SERVER_FILES, Security
     from deploy.programs import proxy as command
 
-    security = Security.of(credentials, False, SERVER_FILES)
+    security = Security.of(credentials, None, SERVER_FILES)
     run_program(command(security, own_folder(state) / "proxy", port, superlink), state)
 
 
 @app.command()
 def supernode(
-    superlink: Annotated[str, typer.Option(help="HOST:PORT by which the server is reached.")],
+    superlink: Annotated[str, typer.Option(help="HOST:PORT by which the server is reached.", callback=host_and_port)],
     credentials: Annotated[
         Path | None, typer.Option("--credentials", "-c", help="This node's folder of the credentials.", file_okay=False)
     ] = None,
@@ -108,13 +119,13 @@ def supernode(
     from deploy.programs import supernode as command
 
     security = Security.of(credentials, insecure, NODE_FILES, superlink)
-    if data is not None and not data.exists():
-        raise UserError(f"There are no data '{data}'; give an .npz file or a folder of images.")
+    if data is not None and not os.access(data, os.R_OK):
+        raise UserError(f"There are no data '{data}' that you may read; give an .npz file or a folder of images.")
     known = {
         "data": None if data is None else str(data.resolve()),
         "partition-id": number,
         "num-partitions": nodes,
-        "state-dir": str(own_folder(state) / "memory"),
+        "state-dir": str(private(own_folder(state) / "memory")),
     }
     node = {key: value for key, value in known.items() if value is not None}
     run_program(command(security, superlink, node, port), state)
@@ -128,36 +139,56 @@ def register(
     wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for the SuperLink.")] = 60.0,
 ) -> None:
     """Let the SuperLink know the nodes' keys; again when there are new ones."""
+    from deploy.nodes import register as let_in
     from deploy.programs import Security
-    from fedivon_flwr.flower import CONNECTION, connect, environment
+    from fedivon_flwr.flower import HOME, connect
 
-    security = Security.of(credentials, False, ("ca.crt",))
+    security = Security.of(credentials, None, ("ca.crt",))
     keys = sorted(Path(security.path("nodes")).glob("*.pub"))
     if not keys:
         raise UserError(f"The folder '{credentials}' has no keys of nodes (nodes/*.pub).")
-    home, give_up = own_folder(state) / "flwr", time.monotonic() + wait
-    connect(home, superlink, security.authority)
+    folder, give_up = own_folder(state), time.monotonic() + wait
+    connect(folder / HOME, superlink, security.authority)
     for key in keys:
-        while True:
-            command = ["flwr", "supernode", "register", str(key), CONNECTION, "--name", key.stem]
-            done = subprocess.run(command, env=environment(str(home)), capture_output=True, text=True, check=False)
-            said = " ".join((done.stdout + done.stderr).split())
-            if done.returncode == 0 or "already" in said:
-                out.print(f"{key.stem}: {'registered' if done.returncode == 0 else 'is registered already'}")
-                break
-            if time.monotonic() > give_up:
-                raise UserError(f"The node {key.stem} could not be registered: {said}")
-            time.sleep(1.0)
+        out.print(f"{key.stem}: {let_in(key, folder, give_up)}")
+
+
+@app.command()
+def unregister(
+    node: Annotated[str, typer.Argument(help="Name of the node.")],
+    credentials: ServerFolder = None,
+    state: State = Path("federation"),
+    superlink: Address = f"localhost:{PORT}",
+) -> None:
+    """Shut a node out, e.g. because its key was lost; a run goes on without it."""
+    from deploy.nodes import unregister as shut_out
+    from deploy.programs import Security
+    from fedivon_flwr.flower import HOME, connect
+
+    security = Security.of(credentials, None, ("ca.crt",))
+    folder = own_folder(state)
+    connect(folder / HOME, superlink, security.authority)
+    shut_out(node, Path(security.path("")), folder)
+    out.print(f"{node}: shut out; its key is deleted here")
 
 
 def run_program(command: list[str], state: Path) -> None:
     """Run one of Flower's programs until we are told to stop."""
     from deploy.programs import supervise
-    from fedivon_flwr.flower import environment
+    from fedivon_flwr.flower import HOME, environment
 
-    home = own_folder(state) / "flwr"
-    home.mkdir(exist_ok=True)
-    sys.exit(supervise(command, environment(str(home)), out.print))
+    folder = own_folder(state)
+    home = private(folder / HOME)
+    # Prepared data lie beside the other things of the program; they are as private as the data themselves.
+    cache = {"FEDIVON_CACHE": os.environ.get("FEDIVON_CACHE") or str(private(folder / "cache"))}
+    sys.exit(supervise(command, environment(str(home)) | cache, out.print))
+
+
+def private(path: Path) -> Path:
+    """A folder that nobody else may look into, wherever it is."""
+    path.mkdir(exist_ok=True)
+    path.chmod(0o700)
+    return path
 
 
 def own_folder(path: Path) -> Path:

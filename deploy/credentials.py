@@ -30,7 +30,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fedivon_flwr.errors import UserError
 
 LOCAL = ("localhost", "127.0.0.1")  # how the programs on the SuperLink's own machine reach it
-AUTHORITY_DAYS, SERVER_DAYS = 3650, 825
+AUTHORITY_DAYS, SERVER_DAYS, RENEW_DAYS = 3650, 825, 90
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Credentials:
 
 
 def make_credentials(folder: Path, hosts: Sequence[str], nodes: Sequence[str]) -> Credentials:
-    """Make what is missing; the server's certificate is made anew for the hosts that it has now."""
+    """Make what is missing; the server's certificate is made anew if there are new hosts, or if it ends soon."""
     made = Credentials(folder)
     for name in nodes:
         if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
@@ -59,7 +59,9 @@ def make_credentials(folder: Path, hosts: Sequence[str], nodes: Sequence[str]) -
     try:
         key, certificate = _authority(folder)
         made.server.mkdir(parents=True, exist_ok=True)
-        _server(made.server, names, key, certificate)
+        known, lasting = _certified(made.server / "server.crt")
+        if not lasting or not set(names) <= set(known) or not (made.server / "server.key").exists():
+            _server(made.server, list(dict.fromkeys([*known, *names])), key, certificate)
         for name in nodes:
             _node(made, name)
         authority = (folder / "ca.crt").read_bytes()
@@ -90,12 +92,29 @@ def new_key() -> ec.EllipticCurvePrivateKey:
     return ec.generate_private_key(ec.SECP384R1())
 
 
+def _certified(file: Path) -> tuple[list[x509.GeneralName], bool]:
+    """The hosts in a certificate, if there is one, and whether it will last for a while."""
+    if not file.exists():
+        return [], False
+    try:
+        certificate = x509.load_pem_x509_certificate(file.read_bytes())
+    except ValueError:
+        raise UserError(f"The certificate '{file}' is damaged; remove it, and a new one is made.") from None
+    hosts = list(certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
+    return hosts, certificate.not_valid_after_utc > datetime.now(UTC) + timedelta(days=RENEW_DAYS)
+
+
 def _authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     key_file, file = folder / "ca.key", folder / "ca.crt"
     if key_file.exists() and file.exists():
-        key = load_pem_private_key(key_file.read_bytes(), password=None)
-        assert isinstance(key, ec.EllipticCurvePrivateKey)
-        return key, x509.load_pem_x509_certificate(file.read_bytes())
+        try:
+            key = load_pem_private_key(key_file.read_bytes(), password=None)
+            certificate = x509.load_pem_x509_certificate(file.read_bytes())
+        except (ValueError, TypeError):
+            key = None
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise UserError(f"ca.key or ca.crt in '{folder}' is damaged, or not made by us; give a new folder.")
+        return key, certificate
     if key_file.exists() or file.exists():
         raise UserError(
             f"The folder '{folder}' has only one of ca.key and ca.crt; give a new folder, or add the other."
@@ -142,8 +161,9 @@ def _server(
         .add_extension(identifier, critical=False)
         .sign(authority, hashes.SHA384())
     )
-    write_secret(folder / "server.key", pem(key))
+    (folder / "server.key").unlink(missing_ok=True)  # it comes last: without it, both are made anew
     write_public(folder / "server.crt", certificate.public_bytes(Encoding.PEM))
+    write_secret(folder / "server.key", pem(key))
 
 
 def _node(made: Credentials, name: str) -> None:
@@ -151,8 +171,8 @@ def _node(made: Credentials, name: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "node.key").exists():
         key = new_key()
-        write_secret(folder / "node.key", key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
         write_public(folder / "node.pub", key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
+        write_secret(folder / "node.key", key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
     known = made.server / "nodes"
     known.mkdir(exist_ok=True)
     write_public(known / f"{name}.pub", (folder / "node.pub").read_bytes())

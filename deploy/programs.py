@@ -10,6 +10,7 @@ import ipaddress
 import json
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,17 +31,24 @@ class Security:
     folder: Path | None
 
     @classmethod
-    def of(cls, folder: Path | None, insecure: bool, needed: Sequence[str], *addresses: str) -> "Security":
-        """The credentials in a folder, or none if the user insists and nothing leaves this machine."""
+    def of(cls, folder: Path | None, insecure: bool | None, needed: Sequence[str], *addresses: str) -> "Security":
+        """The credentials in a folder, or none if the user insists (and may), and nothing leaves this machine."""
         if folder is None and not insecure:
-            raise UserError("Give the folder of credentials (`fedivon deploy credentials` makes one), or --insecure.")
+            other = "" if insecure is None else ", or --insecure"
+            raise UserError(f"Give --credentials, a folder that `fedivon deploy credentials` made{other}.")
         if folder is not None and insecure:
             raise UserError("Give either credentials or --insecure, not both.")
         if folder is None:
             if outside := next((address for address in addresses if not is_local(address)), None):
                 raise UserError(f"Without credentials nothing may leave this machine, but '{outside}' does.")
             return cls(None)
-        if missing := next((name for name in needed if not (folder / name).is_file()), None):
+        try:
+            missing = next((name for name in needed if not (folder / name).is_file()), None)
+        except PermissionError:
+            raise UserError(
+                f"The folder '{folder}' may not be read by you; use the account to which it belongs."
+            ) from None
+        if missing:
             raise UserError(
                 f"The folder '{folder}' has no {missing}; copy there what `fedivon deploy credentials` made for this "
                 "machine."
@@ -121,14 +129,12 @@ def node_config(node: Mapping[str, Scalar]) -> str:
 
 def proxy(security: Security, state: Path, listen: int, upstream: str) -> list[str]:
     """Lets nodes in from outside, and nobody else: nginx with a configuration of its own."""
-    if security.folder is None:
-        raise UserError("The proxy is for other machines and needs credentials.")
     if shutil.which("nginx") is None:
         raise UserError("The program 'nginx' is not installed; install it with the system's package manager.")
     file = state / "nginx.conf"
     state.mkdir(parents=True, exist_ok=True)
     file.write_text(proxy_config(security, state, listen, upstream))
-    return ["nginx", "-e", "stderr", "-p", str(state), "-c", str(file)]
+    return ["nginx", "-p", str(state), "-c", str(file)]
 
 
 def proxy_config(security: Security, state: Path, listen: int, upstream: str) -> str:
@@ -138,6 +144,7 @@ def proxy_config(security: Security, state: Path, listen: int, upstream: str) ->
     places = "".join(
         f'    {kind}_temp_path "{state / kind}";\n' for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     )
+    six = f"        listen [::]:{listen} ssl;\n" if has_ipv6() else ""
     return f"""\
 daemon off;
 worker_processes 1;
@@ -150,7 +157,7 @@ http {{
 {places}\
     server {{
         listen {listen} ssl;
-        listen [::]:{listen} ssl;
+{six}\
         ssl_certificate "{security.path("server.crt")}";
         ssl_certificate_key "{security.path("server.key")}";
         ssl_protocols TLSv1.2 TLSv1.3;
@@ -175,6 +182,16 @@ http {{
 """
 
 
+def has_ipv6() -> bool:
+    """Whether this machine has IPv6; where it has not, nginx does not start with an address of it."""
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::", 0))
+    except OSError:
+        return False
+    return True
+
+
 def supervise(command: Sequence[str], env: Mapping[str, str], say: Callable[[str], None]) -> int:
     """Run a program, and start it again when it ends by itself, until we are told to stop.
 
@@ -187,14 +204,16 @@ def supervise(command: Sequence[str], env: Mapping[str, str], say: Callable[[str
     def stop(number: int, _: FrameType | None) -> None:
         nonlocal stopping
         stopping = True
-        if process is not None:
-            process.send_signal(number)
+        if process is not None:  # Flower's programs would not take their leave if the terminal is gone
+            process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, stop)
     while not stopping:
         # In a group of its own: a Ctrl-C of the terminal reaches it once, through us.
         process = subprocess.Popen(command, env=dict(env), process_group=0)
+        if stopping:  # told so while it was being started
+            process.terminate()
         code = process.wait()
         if stopping:
             return code

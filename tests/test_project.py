@@ -1,10 +1,13 @@
 """What holds the project together: the Flower config agrees with the settings, and imports point one way."""
 
+import io
 import re
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
+from flwr.cli.build import build_fab_from_disk
 
 import strategies
 from clients import CLIENTS
@@ -15,7 +18,7 @@ from simulation.presets import preset_config
 from simulation.report import SCORES, number, rows_of
 from simulation.studies.reports import write_reports
 from simulation.studies.runner import Results
-from simulation.studies.spec import load_study
+from simulation.studies.spec import jobs, load_study
 from strategies import STRATEGIES
 
 ROOT = Path(__file__).parent.parent
@@ -58,7 +61,7 @@ LOWER = {  # what a folder may import of the others
     "clients": {"clients", "fedivon_flwr"},
     "strategies": {"strategies", "fedivon_flwr"},
     "simulation": {"simulation", "strategies", "clients", "fedivon_flwr"},
-    "deploy": {"deploy", "fedivon_flwr"},
+    "deploy": {"deploy", "clients", "fedivon_flwr"},
 }
 APPS = {"client_app", "server_app", "cli", "__main__"}
 
@@ -76,6 +79,15 @@ def test_imports_point_one_way(path: Path) -> None:
         assert not APPS & {*module.split("."), name} or path.stem in APPS, f"{path.name} imports {module}"
 
 
+def test_flower_ships_only_what_the_apps_need() -> None:
+    """Not the folders that a federation leaves in a checkout, nor results: every node unpacks it for every message."""
+    with zipfile.ZipFile(io.BytesIO(build_fab_from_disk(ROOT))) as shipped:
+        names = shipped.namelist()
+    folders = {name.split("/")[0] for name in names}
+    assert folders - {"fedivon_flwr", "clients", "strategies", "simulation", "LICENSE", "pyproject.toml"} <= {".info"}
+    assert {"fedivon_flwr/client_app.py", "fedivon_flwr/server_app.py", "simulation/presets/digits.toml"} <= set(names)
+
+
 STUDIES = sorted(path.parent for path in (ROOT / "results").glob("*/study.toml"))
 
 
@@ -83,8 +95,9 @@ STUDIES = sorted(path.parent for path in (ROOT / "results").glob("*/study.toml")
 def test_tables_are_those_of_the_runs(folder: Path, tmp_path: Path) -> None:
     """Made anew from the JSON files of the runs, every table is the one that is committed."""
     results = Results(load_study(str(folder / "study.toml")), folder)
-    for preset in results.study.presets:
-        assert results.study.preset(preset) == preset_config(preset), "the preset has changed since"
+    now = jobs(results.study.model_copy(update={"frozen": {}}))
+    for then, today in zip(results.jobs, now, strict=True):
+        assert then.settings.identity() == today.settings.identity(), "a preset has changed since"
     if "partitions" in results.study.reports:
         pytest.skip("made of the data, not of runs")
     runs = [run for job in results.jobs if (run := results.saved(job)) is not None]

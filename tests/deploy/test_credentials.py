@@ -10,6 +10,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
+from deploy import credentials
 from deploy.credentials import make_credentials
 from fedivon_flwr.errors import UserError
 
@@ -60,9 +61,29 @@ def test_made_again_it_keeps_the_authority_and_the_nodes(tmp_path: Path) -> None
     before = {name: (tmp_path / name).read_bytes() for name in ("ca.key", "ca.crt", "nodes/a/node.key")}
     make_credentials(tmp_path, ["two.example"], ["b"])
     assert before == {name: (tmp_path / name).read_bytes() for name in before}
-    assert "two.example" in names(tmp_path)
+    assert {"one.example", "two.example", "localhost"} <= set(names(tmp_path))
     assert sorted(path.name for path in (tmp_path / "server/nodes").iterdir()) == ["a.pub", "b.pub"]
     certificate(tmp_path / "server/server.crt").verify_directly_issued_by(certificate(tmp_path / "ca.crt"))
+
+
+def test_what_needs_no_change_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = ("server/server.crt", "server/server.key")
+    make_credentials(tmp_path, ["one.example"], ["a"])
+    before = [(tmp_path / name).read_bytes() for name in files]
+    make_credentials(tmp_path, [], ["b"])
+    assert [(tmp_path / name).read_bytes() for name in files] == before
+    monkeypatch.setattr(credentials, "RENEW_DAYS", 1000)  # so that it ends soon
+    make_credentials(tmp_path, [], [])
+    assert not set(before) & {(tmp_path / name).read_bytes() for name in files}
+    assert "one.example" in names(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "content"), [("ca.key", "x"), ("ca.crt", "x"), ("server/server.crt", "x")])
+def test_damaged_files_are_refused_in_a_sentence(tmp_path: Path, name: str, content: str) -> None:
+    make_credentials(tmp_path, [], [])
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match="is damaged"):
+        make_credentials(tmp_path, [], [])
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from command import Command, assert_refused
 
 from deploy import programs
+from deploy.cli import private
 from deploy.credentials import make_credentials
 from deploy.programs import NODE_FILES, SERVER_FILES, Security
 from fedivon_flwr.errors import UserError
@@ -47,6 +49,19 @@ def test_without_credentials_nothing_leaves_the_machine() -> None:
             Security.of(None, True, (), address)
     with pytest.raises(UserError, match=r"or --insecure\."):
         Security.of(None, False, ())
+    with pytest.raises(UserError, match=r"made\.$"):  # a program that is for encrypted federations only
+        Security.of(None, None, ())
+
+
+@pytest.mark.parametrize("address", ["link.example.org", "link:0", "link:99999", ":8000", "link:http"])
+def test_an_address_needs_its_port(fedivon: Command, address: str) -> None:
+    """Otherwise Flower's program would end and be started again for ever."""
+    assert_refused(fedivon("deploy", "supernode", "--insecure", "--superlink", address), address, "HOST:PORT")
+
+
+def test_what_a_node_writes_is_for_its_owner_only(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir(mode=0o755)  # made by somebody else before
+    assert private(tmp_path / "cache").stat().st_mode & 0o777 == 0o700
 
 
 def test_credentials_that_are_wrong(folder: Path, tmp_path: Path) -> None:
@@ -113,7 +128,7 @@ def test_a_program_that_was_killed_is_started_again(supervisor: "subprocess.Pope
     assert supervisor.stdout.read().count("sh ended with code -9; it is started again") == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_who_stops_the_supervisor_stops_the_program(
     supervisor: "subprocess.Popen[str]", tmp_path: Path, number: signal.Signals
 ) -> None:
