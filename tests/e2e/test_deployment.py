@@ -104,12 +104,12 @@ class Federation:
         file.write_text(tomli_w.dumps(config))
         return ["run", str(file), *self.server, "--superlink", self.inner, "--run-dir", str(run_dir)]
 
-    def end(self, name: str, program: str, number: signal.Signals = signal.SIGKILL) -> None:
-        """End a program, with all that it has started: as a crash would, or by another signal."""
+    def end(self, name: str, program: str) -> None:
+        """End a program, with all that it has started, as a crash would."""
         for process in psutil.Process(self.processes[name].pid).children(recursive=True):
             if any(Path(word).name == program for word in process.cmdline()[:2]):
                 for one in (*process.children(recursive=True), process):
-                    one.send_signal(number)
+                    one.kill()
                 return
         raise AssertionError(f"{name} has no process {program}")
 
@@ -276,12 +276,11 @@ def test_a_node_is_shut_out(federation: Federation) -> None:
     refused = federation.call("unregister", "nobody", *words)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "there are: north, south, west" in refused.stderr
+    shown = len(federation.log("south"))
     assert federation.call("unregister", "south", *words).returncode == 0
     assert sorted(path.stem for path in (federation.made.server / "nodes").iterdir()) == ["north", "west"]
     key = federation.made.node("south") / "node.pub"
-    shown = len(federation.log("south"))
-    federation.end("south", "flower-supernode", signal.SIGTERM)  # after which a node is let in at once, if at all
-    until(lambda: "Failed to activate" in federation.log("south")[shown:], 120, "the key is refused")
+    until(lambda: "Failed to activate" in federation.log("south")[shown:], 120, "the node ends, and its key is refused")
     shutil.copy(key, federation.made.server / "nodes" / "south.pub")
     again = federation.call("register", *words)
     assert again.stdout.splitlines() == [

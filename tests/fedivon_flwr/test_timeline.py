@@ -53,12 +53,16 @@ def laps(watch: Stopwatch, load: float, train: float) -> dict[str, float]:
 def test_a_node_measures_its_phases_and_starts_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/somewhere/flwr-clientapp", "--insecure"])
     watch = Stopwatch()
-    first, second = laps(watch, 0.02, 0.05), laps(watch, 0.0, 0.0)
+    began = time.monotonic()
+    first = laps(watch, 0.02, 0.05)
+    took = time.monotonic() - began
+    second = laps(watch, 0.0, 0.0)
     assert tuple(first) == tuple(second) == ON_NODE
     assert first["start"] > 0
     assert first["import"] > 0
-    assert first["load"] == pytest.approx(0.02, abs=0.015)
-    assert first["train"] == pytest.approx(0.05, abs=0.03)
+    assert first["load"] >= 0.02
+    assert first["train"] >= 0.05
+    assert first["load"] + first["train"] <= took  # no bound of its own: a busy machine wakes a sleeper late
     assert second["start"] == second["import"] == 0
 
 
