@@ -1,6 +1,7 @@
 """``fedivon deploy``: credentials, the programs on the machines, registration of nodes, and runs."""
 
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -25,7 +26,8 @@ State = Annotated[Path, typer.Option(help="Folder that must survive a restart.",
 def host_and_port(address: str) -> str:
     """An address that Flower's programs and nginx take."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    named = re.fullmatch(r"[A-Za-z0-9][\w.-]*|\[[0-9A-Fa-f:.]+\]", host)
+    if not named or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UserError(f"The address '{address}' of the SuperLink must be HOST:PORT, e.g. link.example.org:9443.")
     return address
 

@@ -38,8 +38,12 @@ def unregister(name: str, server: Path, state: Path) -> None:
     said = ask(state / HOME, "supernode", "unregister", str(number), CONNECTION)
     if not said["success"]:
         raise UserError(f"The node {name} could not be shut out: {said['error-message']}")
-    (server / "nodes" / f"{name}.pub").unlink(missing_ok=True)
     write_json(state / FILE, {**known, name: None})
+    key = server / "nodes" / f"{name}.pub"
+    try:
+        key.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"The node {name} is shut out, but '{key}' cannot be deleted ({error.strerror}).") from None
 
 
 def numbers(state: Path) -> dict[str, int | None]:

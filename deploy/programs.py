@@ -8,6 +8,7 @@ On a node's machine: ``supernode``.
 
 import ipaddress
 import json
+import os
 import shutil
 import signal
 import socket
@@ -22,6 +23,8 @@ from fedivon_flwr.errors import UserError
 
 Scalar = str | int | float | bool
 RESTART_SECONDS = 5.0
+ADMIN_FOLDERS = ("/usr/local/sbin", "/usr/sbin", "/sbin")
+LARGEST_REQUEST = "64m"  # Flower sends arrays in pieces of 5 MB, and reads a request before it asks who sends it
 
 
 @dataclass(frozen=True)
@@ -42,19 +45,7 @@ class Security:
             if outside := next((address for address in addresses if not is_local(address)), None):
                 raise UserError(f"Without credentials nothing may leave this machine, but '{outside}' does.")
             return cls(None)
-        try:
-            missing = next((name for name in needed if not (folder / name).is_file()), None)
-        except PermissionError:
-            raise UserError(
-                f"The folder '{folder}' may not be read by you; use the account to which it belongs."
-            ) from None
-        if missing:
-            raise UserError(
-                f"The folder '{folder}' has no {missing}; copy there what `fedivon deploy credentials` made for this "
-                "machine."
-            )
-        if loose := next((name for name in needed if name.endswith(".key") and is_readable(folder / name)), None):
-            raise UserError(f"Others may read the private key '{folder / loose}'; run: chmod 600 '{folder / loose}'.")
+        check_files(folder, needed)
         return cls(folder.resolve())
 
     def path(self, name: str) -> str:
@@ -89,9 +80,23 @@ def is_local(address: str) -> bool:
         return host == "localhost"
 
 
-def is_readable(key: Path) -> bool:
-    """Whether others than the owner may read a file."""
-    return bool(key.stat().st_mode & 0o077)
+def check_files(folder: Path, needed: Sequence[str]) -> None:
+    """Refuse credentials that are not all there, or not ours alone."""
+    for name in needed:
+        file = folder / name
+        try:
+            mode = file.stat().st_mode
+            if not os.access(file, os.R_OK):
+                raise PermissionError
+        except FileNotFoundError:
+            raise UserError(
+                f"The folder '{folder}' has no {name}; copy there what `fedivon deploy credentials` made for this "
+                "machine."
+            ) from None
+        except OSError:
+            raise UserError(f"'{file}' may not be read by you; use the account to which it belongs.") from None
+        if name.endswith(".key") and mode & 0o077:
+            raise UserError(f"Others may read the private key '{file}'; run: chmod 600 '{file}'.")
 
 
 def superlink(security: Security, state: Path, host: str, port: int) -> list[str]:
@@ -129,12 +134,17 @@ def node_config(node: Mapping[str, Scalar]) -> str:
 
 def proxy(security: Security, state: Path, listen: int, upstream: str) -> list[str]:
     """Lets nodes in from outside, and nobody else: nginx with a configuration of its own."""
-    if shutil.which("nginx") is None:
+    if (program := nginx()) is None:
         raise UserError("The program 'nginx' is not installed; install it with the system's package manager.")
     file = state / "nginx.conf"
     state.mkdir(parents=True, exist_ok=True)
     file.write_text(proxy_config(security, state, listen, upstream))
-    return ["nginx", "-p", str(state), "-c", str(file)]
+    return [program, "-p", str(state), "-c", str(file)]
+
+
+def nginx() -> str | None:
+    """Where nginx is: not everybody has the folders for administrators in the search path."""
+    return shutil.which("nginx", path=os.pathsep.join([os.environ.get("PATH", os.defpath), *ADMIN_FOLDERS]))
 
 
 def proxy_config(security: Security, state: Path, listen: int, upstream: str) -> str:
@@ -162,13 +172,13 @@ http {{
         ssl_certificate_key "{security.path("server.key")}";
         ssl_protocols TLSv1.2 TLSv1.3;
         location /v1/fleet/ {{
-            client_max_body_size 0;
+            client_max_body_size {LARGEST_REQUEST};
             proxy_request_buffering off;
             proxy_buffering off;
             proxy_http_version 1.1;
             proxy_read_timeout 1h;
             proxy_send_timeout 1h;
-            proxy_pass https://{upstream};
+            proxy_pass https://{upstream}/v1/fleet/;  # with this path, and nothing that a client made of it
             proxy_ssl_name {name};
             proxy_ssl_server_name on;
             proxy_ssl_trusted_certificate "{security.path("ca.crt")}";
@@ -211,12 +221,15 @@ def supervise(command: Sequence[str], env: Mapping[str, str], say: Callable[[str
         signal.signal(number, stop)
     while not stopping:
         # In a group of its own: a Ctrl-C of the terminal reaches it once, through us.
-        process = subprocess.Popen(command, env=dict(env), process_group=0)
+        try:
+            process = subprocess.Popen(command, env=dict(env), process_group=0)
+        except OSError as error:
+            raise UserError(f"The program '{command[0]}' cannot be started ({error.strerror}).") from None
         if stopping:  # told so while it was being started
             process.terminate()
         code = process.wait()
         if stopping:
-            return code
+            return 0 if code == -signal.SIGTERM else code  # as we told it
         say(f"{command[0]} ended with code {code}; it is started again in {RESTART_SECONDS:g} s.")
         give_up = time.monotonic() + RESTART_SECONDS
         while not stopping and time.monotonic() < give_up:

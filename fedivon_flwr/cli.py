@@ -19,7 +19,12 @@ from fedivon_flwr.errors import UserError
 from fedivon_flwr.runs import new_path, read_json, read_metrics, runs_folder, write_json
 from fedivon_flwr.settings import Settings
 
-app = typer.Typer(help="Bayesian federated learning: FedIvon on Flower.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    help="Bayesian federated learning: FedIvon on Flower.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,  # they may hold secrets, and go into logs
+)
 data_app = typer.Typer(
     help="Datasets: list, prepare, show who has what, cut into parts for nodes.", no_args_is_help=True
 )
@@ -147,6 +152,24 @@ def deploy_run(
         with_superlink(settings, own_folder(state) / HOME, superlink, security.authority)
     show_scores([Path(settings.run_dir)])
     out.print(f"{settings.method}: {settings.run_dir}", highlight=False, soft_wrap=True)
+
+
+@deploy_app.command("stop")
+def deploy_stop(
+    run_dir: Annotated[Path, typer.Argument(help="Folder of the run.", file_okay=False)],
+    credentials: ServerFolder = None,
+    state: State = Path("federation"),
+    superlink: Address = f"localhost:{PORT}",
+    insecure: Insecure = False,
+) -> None:
+    """Stop a run; `run` with the same --run-dir goes on from its last checkpoint."""
+    from deploy.programs import Security
+    from fedivon_flwr.flower import HOME
+    from simulation.launch import stop_run
+
+    security = Security.of(credentials, insecure, ("ca.crt",), superlink)
+    stopped = stop_run(run_dir, own_folder(state) / HOME, superlink, security.authority)
+    out.print(f"{run_dir}: {'stopped' if stopped else 'had ended already'}", highlight=False, soft_wrap=True)
 
 
 @app.command()

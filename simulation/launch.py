@@ -85,7 +85,9 @@ def with_superlink(settings: Settings, home: Path, address: str, authority: Path
     number = flower_run(run_dir)
     if number is not None and not is_under_way(run_status(number, home)):
         number = None
-    if number is None:
+    if number is not None:
+        refuse(run_dir, settings, strategies.complete)
+    else:
         check_server(settings)
         if (run_dir / "summary.json").exists():  # it is finished
             return
@@ -97,9 +99,24 @@ def with_superlink(settings: Settings, home: Path, address: str, authority: Path
                 follow(number, home, log, OUTAGE_SECONDS)
     except KeyboardInterrupt:
         raise UserError(
-            "Interrupted, but the run goes on: the same command watches it again, and "
-            f"`FLWR_HOME={home} flwr stop {flower_run(run_dir) or 'RUN_ID'} {CONNECTION}` stops it."
+            f"Interrupted, but the run goes on: the same command with --run-dir '{run_dir}' watches it again, and "
+            f"`fedivon deploy stop '{run_dir}'`, with the same options, stops it."
         ) from None
+
+
+def stop_run(run_dir: Path, home: Path, address: str, authority: Path | None) -> bool:
+    """Stop the run of a folder, and say whether it was under way; it can be continued from its last checkpoint."""
+    connect(home, address, authority)
+    if (number := flower_run(run_dir)) is None:
+        raise UserError(f"The folder '{run_dir}' is not that of a run on a federation; give the --run-dir of one.")
+    if (status := run_status(number, home)) is None:
+        raise UserError(f"No SuperLink that knows the run answers at {address}; is it running, and the address right?")
+    if not is_under_way(status):
+        return False
+    said = ask(home, "stop", str(number), CONNECTION)
+    if not said["success"]:
+        raise UserError(f"The run could not be stopped: {said['error-message']}")
+    return True
 
 
 def flower_run(run_dir: Path) -> int | None:
@@ -273,8 +290,11 @@ def stop_tree(pid: int, patience: float = 10.0) -> None:
 def reason_in(log: Path, earlier: int = 0) -> str:
     """Why a run under Flower failed, as one sentence: our own error where the log has one after so many bytes."""
     lines = log.read_bytes()[earlier:].decode(errors="replace").splitlines()
-    ours = [line.partition("UserError: ")[2] for line in lines if "UserError: " in line]
-    return ours[-1] if ours else f"The run under `flwr run` failed; see '{log}'."
+    if ours := [line.partition("UserError: ")[2] for line in lines if "UserError: " in line]:
+        return ours[-1]
+    if any("Connection to the SuperLink is unavailable" in line for line in lines):
+        return f"The SuperLink does not answer; is it running, and the address right? See '{log}'."
+    return f"The run under `flwr run` failed; see '{log}'."
 
 
 def to_toml(config: Mapping[str, Any]) -> str:

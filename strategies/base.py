@@ -335,8 +335,7 @@ class FederatedStrategy(Strategy):
 
     def personal(self, grid: Grid, arrays: ArrayRecord, config: ConfigRecord, clients: Sequence[int]) -> list[Reply]:
         """Ask clients to make personal models of the server's arrays; what they tell of them."""
-        online = self.roster.online(grid, min(self.rounds.node_wait, self.rounds.deadline, QUERY_SECONDS))
-        chosen = [(client, node) for client, node in online if client in set(clients)]
+        chosen = [(client, node) for client, node in self._online(grid) if client in set(clients)]
         extra = self.personal_config()
         messages = self._messages(chosen, arrays, config, self.num_rounds, MessageType.EVALUATE, extra)
         return self._accept(grid.send_and_receive(messages, timeout=self.rounds.deadline), check_arrays=False)
@@ -391,9 +390,13 @@ class FederatedStrategy(Strategy):
         chosen = self.draw([client for client, _ in online], count, server_round, purpose)
         return [(client, node) for client, node in online if client in chosen]
 
+    def _online(self, grid: Grid) -> list[tuple[int, int]]:
+        """The connected clients; who is silent, e.g. busy with an old message, does not hold the others up for long."""
+        return self.roster.online(grid, min(self.rounds.node_wait, self.rounds.deadline, QUERY_SECONDS))
+
     def _taking_part(self, grid: Grid) -> list[tuple[int, int]]:
         """The connected clients without those that shall stay unseen."""
-        online = self.roster.online(grid, self.rounds.node_wait)
+        online = self._online(grid)
         return [who for who in online if not self.rounds.unseen or who[0] < self.rounds.nodes - self.rounds.unseen]
 
     def _messages(

@@ -102,6 +102,8 @@ def test_nodes_reach_nothing_but_the_proxy_and_see_no_other_secrets() -> None:
         assert {volume.split(":")[0] for volume in SERVICES[name]["volumes"]} == {name, f"{name}-data", f"{name}-state"}
     holders = {name for name, service in SERVICES.items() if any("authority" in v for v in service.get("volumes", []))}
     assert holders == {"setup"}
+    keys = {name for name, service in SERVICES.items() if any(v.startswith("server:") for v in service["volumes"])}
+    assert keys == {"setup", "superlink", "proxy"}
     assert compose()["networks"]["server"]["internal"]
 
 
@@ -129,9 +131,16 @@ def test_the_image_has_versions_that_the_project_allows() -> None:
     assert pinned["torch"].startswith("2.12.")
 
 
-def test_the_dockerfile_passes_its_linter() -> None:
-    program = Path(sys.executable).with_name("hadolint")
-    done = subprocess.run([program, FOLDER / "Dockerfile"], capture_output=True, text=True, check=False)
+CHECKERS = [
+    ("hadolint", "Dockerfile"),
+    ("check-jsonschema", "--builtin-schema", "vendor.compose-spec", "compose.yaml", "compose.gpu.yaml"),
+]
+
+
+@pytest.mark.parametrize(("program", "words"), [(name, words) for name, *words in CHECKERS])
+def test_the_files_pass_their_checkers(program: str, words: list[str]) -> None:
+    command = [str(Path(sys.executable).with_name(program)), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=FOLDER)
     assert done.returncode == 0, done.stdout
 
 

@@ -53,7 +53,10 @@ def test_without_credentials_nothing_leaves_the_machine() -> None:
         Security.of(None, None, ())
 
 
-@pytest.mark.parametrize("address", ["link.example.org", "link:0", "link:99999", ":8000", "link:http"])
+@pytest.mark.parametrize(
+    "address",
+    ["link.example.org", "link:0", "link:99999", ":8000", "link:http", "https://link:1", "a b:1", "a;}:1", "[a;b]:1"],
+)
 def test_an_address_needs_its_port(fedivon: Command, address: str) -> None:
     """Otherwise Flower's program would end and be started again for ever."""
     assert_refused(fedivon("deploy", "supernode", "--insecure", "--superlink", address), address, "HOST:PORT")
@@ -80,14 +83,29 @@ def test_the_proxy_passes_the_fleet_api_and_nothing_else(folder: Path, tmp_path:
     state.mkdir()
     text = programs.proxy_config(Security.of(folder / "server", False, SERVER_FILES), state, 9443, "127.0.0.1:8000")
     assert text.count("proxy_pass https://") == 1
-    assert text.index("location /v1/fleet/") < text.index("proxy_pass https://127.0.0.1:8000;")
+    assert text.index("location /v1/fleet/") < text.index("proxy_pass https://127.0.0.1:8000/v1/fleet/;")
     assert "location / {\n            return 403;" in text
-    if shutil.which("nginx") is None:
+    if (program := programs.nginx()) is None:
         pytest.skip("nginx is not installed")
     file = tmp_path / "nginx.conf"
     file.write_text(text)
-    done = subprocess.run(["nginx", "-t", "-e", "stderr", "-c", file], capture_output=True, text=True, check=False)
+    done = subprocess.run([program, "-t", "-e", "stderr", "-c", file], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_nginx_is_found_where_only_administrators_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(programs, "ADMIN_FOLDERS", [str(tmp_path / "sbin")])
+    assert programs.nginx() is None
+    (tmp_path / "sbin").mkdir()
+    (tmp_path / "sbin/nginx").touch(mode=0o755)
+    assert programs.nginx() == str(tmp_path / "sbin/nginx")
+
+
+def test_a_program_that_cannot_be_started_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # those of the tests stay
+    with pytest.raises(UserError, match=r"The program 'nonsense' cannot be started \(No such file or directory\)\."):
+        programs.supervise(["nonsense"], {}, print)
 
 
 SUPERVISED = """
@@ -123,7 +141,7 @@ def test_a_program_that_was_killed_is_started_again(supervisor: "subprocess.Pope
         os.kill(starts(tmp_path, count)[-1], signal.SIGKILL)
     assert len(set(starts(tmp_path, 3))) == 3
     supervisor.send_signal(signal.SIGTERM)
-    assert supervisor.wait(10) != 0
+    assert supervisor.wait(10) == 0  # as it was told: for systemd a success
     assert supervisor.stdout is not None
     assert supervisor.stdout.read().count("sh ended with code -9; it is started again") == 2
 

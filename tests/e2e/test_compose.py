@@ -76,6 +76,7 @@ def test_the_demo_heals_and_ends_well() -> None:
         compose("exec", "-T", service, "sh", "-c", "kill -9 -1")  # all but the container's init, which then ends
         until(partial(whole_round_after, done + 1), 400, f"all nodes after {service} died")
     submitted.join()
+    assert ended, "the run did not end in time"
     assert ended[0].returncode == 0, ended[0].stdout + ended[0].stderr
     assert "FedIvon" in ended[0].stdout
     assert [row["round"] for row in rounds()] == list(range(1, 15))
@@ -84,8 +85,9 @@ def test_the_demo_heals_and_ends_well() -> None:
 
 @pytest.mark.usefixtures("stack")
 def test_a_node_sees_neither_the_others_secrets_nor_the_servers_api() -> None:
-    seen = compose("exec", "-T", "north", "find", "/", "-name", "*.key", "-not", "-path", "/proc/*").stdout.split()
-    assert [path for path in seen if path.startswith("/credentials")] == ["/credentials/node.key"]
+    for service, keys in {"north": ["/credentials/node.key"], "superexec": []}.items():
+        seen = compose("exec", "-T", service, "find", "/", "-name", "*.key", "-not", "-path", "/proc/*").stdout.split()
+        assert [path for path in seen if path.startswith("/credentials")] == keys
     asked = compose("exec", "-T", "north", "python", "-m", "deploy.health", "https://superlink:8000/health")
     assert asked.returncode == 1
     assert compose("exec", "-T", "north", "id", "-u").stdout.strip() == "10001"
@@ -98,5 +100,6 @@ def test_the_volumes_stay() -> None:
     assert compose("down", "--timeout", "5").returncode == 0
     listed = docker("volume", "ls", "--quiet", "--filter", f"name={PROJECT}").stdout.split()
     assert {f"{PROJECT}_runs", f"{PROJECT}_superlink", f"{PROJECT}_server"} <= set(listed)
-    assert compose("up", "--detach", "--wait").returncode == 0
+    up = compose("up", "--detach", "--wait")
+    assert up.returncode == 0, up.stderr + compose("logs").stdout
     assert len(rounds()) == 14

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,9 @@ from fedivon_flwr.flower import environment
 from fedivon_flwr.settings import Settings
 from simulation.launch import app_folder, free_port, stop_tree
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
-DEADLINE = 45.0  # of a round in the test of faults
+DEADLINE, ROUNDS = 45.0, 30  # of the run with faults
 NODES = ("north", "south", "west")
 BASE: dict[str, Any] = {
     "dataset": "digits",
@@ -66,8 +66,8 @@ class Federation:
         self.start("superexec", "link", "superexec", *self.server, "--superlink", self.inner)
         if proxied:
             self.start("proxy", "link", "proxy", *self.server, "--port", str(self.outer), "--superlink", self.inner)
-        registered = self.call("register", *self.server, "--superlink", self.inner)
-        assert registered.returncode == 0, registered.stdout
+        registered = self.call("register", *self.server, "--superlink", self.inner, "--wait", "180")
+        assert registered.returncode == 0, registered.stdout + registered.stderr
         for number, name in enumerate(NODES):
             self.start_node(name, number)
 
@@ -107,10 +107,12 @@ class Federation:
     def end(self, name: str, program: str) -> None:
         """End a program, with all that it has started, as a crash would."""
         for process in psutil.Process(self.processes[name].pid).children(recursive=True):
-            if any(Path(word).name == program for word in process.cmdline()[:2]):
-                for one in (*process.children(recursive=True), process):
-                    one.kill()
-                return
+            with suppress(psutil.NoSuchProcess):  # those that work on a message come and go
+                if any(Path(word).name == program for word in process.cmdline()[:2]):
+                    for one in (*process.children(recursive=True), process):
+                        with suppress(psutil.NoSuchProcess):
+                            one.kill()
+                    return
         raise AssertionError(f"{name} has no process {program}")
 
     def log(self, name: str) -> str:
@@ -161,7 +163,8 @@ def test_strangers_are_refused(federation: Federation, tmp_path: Path, wrong: st
         try:
             assert process.wait(120) != 0
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # nothing is left of it
+                os.killpg(process.pid, signal.SIGKILL)
     said = " ".join((tmp_path / "log").read_text().split())
     if wrong == "key":  # the node is not told why, the SuperLink is
         assert "Failed to activate" in said
@@ -213,13 +216,11 @@ def lines(run_dir: Path) -> list[str]:
 
 def test_faults_cost_no_more_than_the_round_in_flight(federation: Federation, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    words = federation.words(
-        "link", *federation.run_words(run_dir, rounds=20, evaluate_every=100, round_deadline=DEADLINE)
-    )
+    asked = federation.run_words(run_dir, rounds=ROUNDS, evaluate_every=100, round_deadline=DEADLINE)
 
     def submit() -> subprocess.Popen[bytes]:
         log = (tmp_path / "run.log").open("ab")
-        return subprocess.Popen(words, stdout=log, stderr=log, cwd=tmp_path)
+        return subprocess.Popen(federation.words("link", *asked), stdout=log, stderr=log, cwd=tmp_path)
 
     def rows() -> list[dict[str, Any]]:
         return rounds(run_dir)
@@ -233,8 +234,11 @@ def test_faults_cost_no_more_than_the_round_in_flight(federation: Federation, tm
 
         federation.end("south", "flower-supernode")
         done = len(rows())
-        until(lambda: len(rows()) > done, DEADLINE + 30, "the round closes without the killed node")
-        assert any(row["replies"] == 2 for row in rows()[done:])
+        until(
+            lambda: any(row["replies"] == 2 for row in rows()[done:]),
+            DEADLINE + 60,
+            "the round closes without the killed node",
+        )
         until(lambda: full_round_after(done + 1), 240, "the killed node is used again")
 
         if federation.where.namespaces:
@@ -258,15 +262,27 @@ def test_faults_cost_no_more_than_the_round_in_flight(federation: Federation, tm
         before = lines(run_dir)
         until(lambda: process.poll() is not None, 180, "a run whose server was killed ends")
         assert process.returncode == 2
-        assert len(rows()) < 20
+        assert len(rows()) < ROUNDS
+
+        process, done = submit(), len(rows())
+        until(lambda: len(rows()) > done, 240, "the run goes on")
+        refused = federation.call(*asked, "--set", f"rounds={ROUNDS + 1}")
+        assert (refused.returncode, "belongs to a run with other settings" in refused.stderr) == (2, True)
+        stopped = federation.call("stop", str(run_dir), *federation.server, "--superlink", federation.inner)
+        assert (stopped.returncode, stopped.stdout) == (0, f"{run_dir}: stopped\n")
+        until(lambda: process.poll() is not None, 120, "the run that is stopped ends")
+        assert process.returncode == 2
+        again = federation.call("stop", str(run_dir), *federation.server, "--superlink", federation.inner)
+        assert again.stdout == f"{run_dir}: had ended already\n"
+
         process = submit()
-        until(lambda: process.poll() is not None, 400, "the run that is resumed ends")
+        until(lambda: process.poll() is not None, 900, "the run that is resumed ends")
         assert process.returncode == 0, (tmp_path / "run.log").read_text()
     finally:
         stop_tree(process.pid)
-    assert [row["round"] for row in rows()] == list(range(1, 21))
+    assert [row["round"] for row in rows()] == list(range(1, ROUNDS + 1))
     assert lines(run_dir)[: len(before) - 1] == before[:-1]  # nothing was done again but the round in flight
-    assert len(json.loads((run_dir / "provenance.json").read_text())["resumed"]) == 1
+    assert len(json.loads((run_dir / "provenance.json").read_text())["resumed"]) == 2
     assert any(row["replies"] == 3 for row in rows()[-3:])
 
 

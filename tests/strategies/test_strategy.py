@@ -210,6 +210,20 @@ def test_nodes_that_come_late_are_waited_for() -> None:
     assert sorted(who for kind, _, who, _ in run.grid.asked if kind == "query") == list(range(6))
 
 
+def test_who_does_not_say_who_it_is_costs_a_round_no_more_than_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(rounds=2, method="fedavg", round_deadline=40.0, node_wait=300.0)
+    asked: list[float | None] = []
+    send = run.grid.send_and_receive
+
+    def note(messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        asked.append(timeout)
+        return send(messages, timeout=timeout)
+
+    monkeypatch.setattr(run.grid, "send_and_receive", note)
+    run.start()
+    assert set(asked) == {40.0}
+
+
 # What is refused. Each case spoils the reply of one client; the round must end as if it had never come.
 
 

@@ -1,0 +1,75 @@
+"""How the command line finds a run on a federation again, and what it says of one that failed."""
+
+from pathlib import Path
+
+import pytest
+from grid import SMALL, LocalGrid
+
+import strategies
+from fedivon_flwr.errors import UserError
+from fedivon_flwr.runs import FLOWER_RUN, write_json
+from fedivon_flwr.settings import Settings
+from simulation import launch
+from simulation.federation import run
+
+
+@pytest.fixture
+def under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    """A run of which Flower says that it is under way."""
+    settings = strategies.complete(Settings.from_config({**SMALL, "rounds": 1, "run-dir": str(tmp_path / "run")}))
+    run(LocalGrid(settings.to_config(), settings.clients), settings)
+    write_json(tmp_path / "run" / FLOWER_RUN, {"run": 7})
+    monkeypatch.setattr(launch, "run_status", lambda number, home: "running" if number == 7 else None)
+    return settings
+
+
+def test_a_run_under_way_is_watched_by_its_own_settings_only(
+    under_way: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed: list[int] = []
+    monkeypatch.setattr(launch, "follow", lambda number, *_: followed.append(number))
+    launch.with_superlink(under_way, tmp_path / "home", "localhost:1", None)
+    assert followed == [7]
+    for changed in ({"seed": 5}, {"method": "fedavg"}):
+        with pytest.raises(UserError, match="belongs to a run with other settings"):
+            launch.with_superlink(under_way.model_copy(update=changed), tmp_path / "home", "localhost:1", None)
+    assert followed == [7]
+
+
+def test_who_interrupts_is_told_how_to_come_back(
+    under_way: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "follow", interrupted)
+    with pytest.raises(UserError) as caught:
+        launch.with_superlink(under_way, tmp_path / "home", "localhost:1", None)
+    assert f"--run-dir '{under_way.run_dir}' watches it again" in str(caught.value)
+    assert f"`fedivon deploy stop '{under_way.run_dir}'`" in str(caught.value)
+
+
+def test_only_a_run_of_a_federation_can_be_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="is not that of a run on a federation"):
+        launch.stop_run(tmp_path, tmp_path / "home", "localhost:1", None)
+    write_json(tmp_path / FLOWER_RUN, {"run": 7})
+    monkeypatch.setattr(launch, "run_status", lambda *_: None)
+    with pytest.raises(UserError, match=r"answers at localhost:1; is it running"):
+        launch.stop_run(tmp_path, tmp_path / "home", "localhost:1", None)
+    monkeypatch.setattr(launch, "run_status", lambda *_: "finished:completed")
+    assert not launch.stop_run(tmp_path, tmp_path / "home", "localhost:1", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("x\nfedivon_flwr.errors.UserError: Bad key.\n", "Bad key."),
+        ("│ Connection to the SuperLink is unavailable. │\n", "The SuperLink does not answer"),
+        ("nothing that we know\n", "The run under `flwr run` failed; see"),
+    ],
+)
+def test_the_reason_of_a_failure_is_one_sentence(tmp_path: Path, text: str, reason: str) -> None:
+    log = tmp_path / "flwr.log"
+    log.write_text("UserError: of an earlier try.\n" + text)
+    found = launch.reason_in(log, earlier=len("UserError: of an earlier try.\n"))
+    assert found.startswith(reason)
