@@ -129,13 +129,22 @@ def node_config(node: Mapping[str, Scalar]) -> str:
     >>> node_config({"data": "/srv/own.npz", "partition-id": 3})
     'data="/srv/own.npz" partition-id=3'
     """
-    return " ".join(f"{key}={json.dumps(value)}" for key, value in node.items())
+    if odd := next((value for value in node.values() if not is_plain(str(value))), None):
+        raise UserError(f"The path '{odd}' has a quotation mark or backslash, which Flower does not take; use another.")
+    return " ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in node.items())
+
+
+def is_plain(path: str) -> bool:
+    """Whether a path can stand between quotation marks in what Flower and nginx read."""
+    return path.isprintable() and not set(path) & set('"\\')
 
 
 def proxy(security: Security, state: Path, listen: int, upstream: str) -> list[str]:
     """Lets nodes in from outside, and nobody else: nginx with a configuration of its own."""
     if (program := nginx()) is None:
         raise UserError("The program 'nginx' is not installed; install it with the system's package manager.")
+    if odd := next((path for path in (state, security.folder) if "$" in str(path) or not is_plain(str(path))), None):
+        raise UserError(f"The path '{odd}' has a dollar, quotation mark or backslash, which nginx does not take.")
     file = state / "nginx.conf"
     state.mkdir(parents=True, exist_ok=True)
     file.write_text(proxy_config(security, state, listen, upstream))
@@ -149,8 +158,6 @@ def nginx() -> str | None:
 
 def proxy_config(security: Security, state: Path, listen: int, upstream: str) -> str:
     """nginx' configuration."""
-    host = upstream.rpartition(":")[0]
-    name = "localhost" if is_local(upstream) else host
     places = "".join(
         f'    {kind}_temp_path "{state / kind}";\n' for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     )
@@ -179,7 +186,7 @@ http {{
             proxy_read_timeout 1h;
             proxy_send_timeout 1h;
             proxy_pass https://{upstream}/v1/fleet/;  # with this path, and nothing that a client made of it
-            proxy_ssl_name {name};
+            proxy_ssl_name localhost;  # in each of our certificates; nginx does not look for addresses in them
             proxy_ssl_server_name on;
             proxy_ssl_trusted_certificate "{security.path("ca.crt")}";
             proxy_ssl_verify on;

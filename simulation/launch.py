@@ -82,7 +82,7 @@ def with_superlink(settings: Settings, home: Path, address: str, authority: Path
     """Run the apps on a federation that is there, and wait for the end; a run that is under way is waited for."""
     connect(home, address, authority)
     run_dir = Path(settings.run_dir)
-    number = flower_run(run_dir)
+    number = earlier = flower_run(run_dir)
     if number is not None and not is_under_way(run_status(number, home)):
         number = None
     if number is not None:
@@ -98,6 +98,8 @@ def with_superlink(settings: Settings, home: Path, address: str, authority: Path
             else:
                 follow(number, home, log, OUTAGE_SECONDS)
     except KeyboardInterrupt:
+        if number is None and flower_run(run_dir) == earlier:
+            raise UserError("Interrupted before the run was submitted; there is none.") from None
         raise UserError(
             f"Interrupted, but the run goes on: the same command with --run-dir '{run_dir}' watches it again, and "
             f"`fedivon deploy stop '{run_dir}'`, with the same options, stops it."
@@ -173,26 +175,44 @@ def submit(
     outage: float = 0.0,
     run_dir: Path | None = None,
 ) -> None:
-    """Submit an app to the SuperLink that `home` knows, note the run's number in `run_dir`, and wait for its end."""
-    with tempfile.NamedTemporaryFile("w", suffix=".toml") as asked:
+    """Submit an app to the SuperLink that `home` knows, note the run's number in `run_dir`, and wait for its end.
+
+    Whoever interrupts waits until the number is known: without it nobody could watch or stop the run.
+    """
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as asked, tempfile.TemporaryFile("w+") as printed:
         asked.write(to_toml(config))
         asked.flush()
         command = ["flwr", "run", str(app), CONNECTION, "--run-config", asked.name, *options]
-        done = subprocess.run(
-            command,
-            env=environment(str(home)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
+        # A session of its own: Ctrl-C is for us.
+        process = subprocess.Popen(
+            command, env=environment(str(home)), stdout=printed, stderr=subprocess.STDOUT, start_new_session=True
         )
-    log.write(done.stdout)
+        interrupted = wait_out(process)
+        printed.seek(0)
+        said = printed.read()
+    log.write(said)
     log.flush()
-    if (started := re.search(r"Successfully started run (\d+)", done.stdout)) is None:
-        return
-    if run_dir is not None:
+    started = re.search(r"Successfully started run (\d+)", said)
+    if started and run_dir is not None:
         write_json(run_dir / FLOWER_RUN, {"run": int(started[1])})
-    follow(int(started[1]), home, log, outage)
+    if interrupted:
+        raise KeyboardInterrupt
+    if started:
+        follow(int(started[1]), home, log, outage)
+
+
+def wait_out(process: "subprocess.Popen[bytes]") -> bool:
+    """Wait for the end of a program, and say whether we were interrupted meanwhile; the second time it is killed."""
+    try:
+        process.wait()
+    except KeyboardInterrupt:
+        try:
+            process.wait()
+        except KeyboardInterrupt:
+            process.kill()
+            process.wait()
+        return True
+    return False
 
 
 def follow(number: int, home: Path, log: TextIO, outage: float = 0.0) -> None:

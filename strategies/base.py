@@ -44,6 +44,7 @@ PARTITION_ID = "partition-id"
 QUERY_SECONDS = 60.0  # for which a node may keep us waiting until it says who it is
 MOST_VOID_ROUNDS = 10  # in a row; then the run ends
 LARGEST = 1e15  # absolute value that is accepted in a reply
+NO_QUERIES = "No query function registered"  # what Flower says for an app that does not answer queries
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,11 @@ class Roster:
     def online(self, grid: Grid, timeout: float) -> list[tuple[int, int]]:
         """``(client, node id)`` of the connected nodes, sorted; a node without a partition goes by its node id.
 
-        Who does not say who it is (it is busy, or gone) does not count, and is asked again the next time.
+        Who does not say who it is (it is busy, or gone) does not count, and is asked again the next time. Whose app
+        fails goes by its node id until then, so that a round finds out soon if all fail.
         """
         nodes = set(grid.get_node_ids())
+        failing: dict[int, int] = {}
         if new := sorted(nodes - self._client.keys()):
             messages = [Message(RecordDict(), dst_node_id=node, message_type=MessageType.QUERY) for node in new]
             for reply in grid.send_and_receive(messages, timeout=timeout):
@@ -116,10 +119,14 @@ class Roster:
                 if not reply.has_error():
                     told = partition_of(reply.content)
                     self._client[node] = node if told is None else told
-                elif reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:  # an app that does not answer queries
+                elif NO_QUERIES in str(reply.error.reason):
                     self._client[node] = node
+                else:
+                    log(WARNING, "Node %d does not say who it is: %s", node, reply.error.reason)
+                    if reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
+                        failing[node] = node
         found = dict[int, int]()
-        for node, client in self._client.items():
+        for node, client in (self._client | failing).items():
             if node in nodes:
                 if client in found and client not in self._doubles:
                     self._doubles.add(client)
@@ -344,7 +351,7 @@ class FederatedStrategy(Strategy):
 
     def _stop_if_hopeless(self, server_round: int, void: int) -> None:
         """End a run whose every client failed in the very first round, or that has got nowhere for long."""
-        if (server_round == 1 and void and self._refused) or void == MOST_VOID_ROUNDS:
+        if (server_round == 1 and void and self._refused >= len(self._asked) > 0) or void == MOST_VOID_ROUNDS:
             raise UserError(
                 f"No reply could be used in {void} round(s), the last because of: {self._reason or 'silence'}."
             )

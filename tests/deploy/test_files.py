@@ -107,6 +107,17 @@ def test_nodes_reach_nothing_but_the_proxy_and_see_no_other_secrets() -> None:
     assert compose()["networks"]["server"]["internal"]
 
 
+def test_all_that_services_name_is_there() -> None:
+    """Which the schema does not see, and `docker compose config` only where it is installed."""
+    whole = compose()
+    for service in SERVICES.values():
+        assert set(service.get("depends_on", {})) <= set(SERVICES)
+        assert set(service.get("networks", [])) <= set(whole["networks"])
+        assert {volume.split(":")[0] for volume in service["volumes"]} <= set(whole["volumes"])
+    used = {volume.split(":")[0] for service in SERVICES.values() for volume in service["volumes"]}
+    assert used == set(whole["volumes"])
+
+
 def test_the_gpu_file_is_for_the_nodes() -> None:
     assert set(compose("compose.gpu.yaml")["services"]) == {"north", "south", "west"}
 

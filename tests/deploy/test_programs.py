@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from command import Command, assert_refused
+from flwr.common.config import parse_config_args
 
 from deploy import programs
 from deploy.cli import private
@@ -91,6 +92,24 @@ def test_the_proxy_passes_the_fleet_api_and_nothing_else(folder: Path, tmp_path:
     file.write_text(text)
     done = subprocess.run([program, "-t", "-e", "stderr", "-c", file], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ['a "b"', "a\\b", "a\nb"])
+def test_paths_that_a_program_would_not_take_are_refused(folder: Path, tmp_path: Path, name: str) -> None:
+    """Otherwise it would end and be started again for ever."""
+    with pytest.raises(UserError, match="quotation mark or backslash"):
+        programs.node_config({"data": str(tmp_path / name)})
+    server = Security.of(folder / "server", False, SERVER_FILES)
+    for odd in (name, "a$b"):
+        with pytest.raises(UserError, match="dollar, quotation mark or backslash"):
+            programs.proxy(server, tmp_path / odd, 9443, "127.0.0.1:8000")
+        assert not (tmp_path / odd).exists()
+
+
+@pytest.mark.parametrize("path", ["/srv/a b.npz", "/srv/größe 🩻's = 3.npz"])
+def test_flower_reads_a_nodes_config_as_we_wrote_it(path: str) -> None:
+    node: dict[str, programs.Scalar] = {"data": path, "partition-id": 3}
+    assert parse_config_args([programs.node_config(node)]) == node
 
 
 def test_nginx_is_found_where_only_administrators_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

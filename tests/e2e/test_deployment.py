@@ -24,6 +24,7 @@ from deploy.credentials import make_credentials
 from deploy.parts import common, export_parts
 from deploy.programs import NODE_FILES, Security, supernode
 from fedivon_flwr.flower import environment
+from fedivon_flwr.runs import read_metrics
 from fedivon_flwr.settings import Settings
 from simulation.launch import app_folder, free_port, stop_tree
 
@@ -236,9 +237,11 @@ def test_faults_cost_no_more_than_the_round_in_flight(federation: Federation, tm
         done = len(rows())
         until(
             lambda: any(row["replies"] == 2 for row in rows()[done:]),
-            DEADLINE + 60,
+            DEADLINE + 120,  # the round before may still be under way
             "the round closes without the killed node",
         )
+        closed = next(row for row in list(read_metrics(run_dir))[done:] if row["replies"] == 2)
+        assert closed["seconds"] < DEADLINE + 15
         until(lambda: full_round_after(done + 1), 240, "the killed node is used again")
 
         if federation.where.namespaces:

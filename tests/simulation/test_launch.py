@@ -1,5 +1,9 @@
 """How the command line finds a run on a federation again, and what it says of one that failed."""
 
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -47,6 +51,38 @@ def test_who_interrupts_is_told_how_to_come_back(
         launch.with_superlink(under_way, tmp_path / "home", "localhost:1", None)
     assert f"--run-dir '{under_way.run_dir}' watches it again" in str(caught.value)
     assert f"`fedivon deploy stop '{under_way.run_dir}'`" in str(caught.value)
+
+
+def test_who_interrupts_before_there_is_a_run_is_told_so(
+    under_way: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "submit", interrupted)
+    new = under_way.model_copy(update={"run_dir": str(tmp_path / "new")})
+    with pytest.raises(UserError, match="Interrupted before the run was submitted"):
+        launch.with_superlink(new, tmp_path / "home", "localhost:1", None)
+
+
+INTERRUPTED = """
+import subprocess, sys
+from simulation.launch import wait_out
+child = subprocess.Popen(["sh", "-c", "echo started; sleep 2; echo ended"], start_new_session=True)
+print("interrupted" if wait_out(child) else "undisturbed", child.returncode)
+"""
+
+
+@pytest.mark.parametrize(("times", "lines"), [(1, ["ended", "interrupted 0"]), (2, ["interrupted -9"])])
+def test_an_interrupt_waits_for_the_end_of_the_program_and_a_second_kills_it(times: int, lines: list[str]) -> None:
+    process = subprocess.Popen([sys.executable, "-u", "-c", INTERRUPTED], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "started\n"
+    for _ in range(times):
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+    assert process.stdout.read().splitlines() == lines
+    assert process.wait(10) == 0
 
 
 def test_only_a_run_of_a_federation_can_be_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from fedivon_flwr.errors import UserError
 from fedivon_flwr.models import build as build_model
 from fedivon_flwr.records import NDArrays, from_record, to_record
 from fedivon_flwr.settings import Settings
-from strategies.base import FederatedStrategy, RoundReport, RoundSettings
+from strategies.base import FederatedStrategy, Roster, RoundReport, RoundSettings
 from strategies.fedavg import FedAvg
 from strategies.fedivon import FedIvon, Options
 
@@ -462,6 +462,47 @@ def fail_from(first: int) -> Callable[[], Run]:
 def test_a_run_ends_when_all_fail_in_the_first_round() -> None:
     with pytest.raises(UserError, match=r"No reply could be used in 1 round.*no such model"):
         fail_from(1)().start()
+
+
+def test_a_run_goes_on_when_some_fail_in_the_first_round() -> None:
+    """Even if the others are too few for it: whoever was lost may come back."""
+    lost: list[int] = []
+
+    def lose_one(reply: Message, partition: int) -> list[Message]:
+        if lost:
+            return [reply]
+        lost.append(partition)
+        asked = Message(RecordDict(), dst_node_id=reply.metadata.src_node_id, message_type="train")
+        return [Message(Error(ErrorCode.NODE_UNAVAILABLE, "gone"), reply_to=asked)]
+
+    run = Run(lose_one, method="fedavg", min_replies=3)
+    run.start()
+    assert [(report.replies, report.refused) for report in run.reports] == [(2, 1), (3, 0)]
+    assert_equal(run.history[0], run.initial())
+
+
+def full_disk(message: Message, context: Context) -> Message:
+    raise RuntimeError("disk full")
+
+
+def test_a_node_whose_app_fails_once_is_known_by_its_number_later(warnings: list[str]) -> None:
+    run = Run(method="fedavg")
+    online, failing, roster = LocalGrid(run.config, 3), LocalGrid(run.config, 3, app=ClientApp()), Roster()
+    failing.partitions = online.partitions
+    failing._app.query()(full_disk)
+    assert [client for client, _ in roster.online(failing, 1.0)] == sorted(online.partitions)
+    assert ["disk full" in line for line in warnings] == [True] * 3
+    assert [client for client, _ in roster.online(online, 1.0)] == [0, 1, 2]
+    assert len(online.asked) == 3
+    roster.online(online, 1.0)
+    assert len(online.asked) == 3
+
+
+def test_a_node_whose_app_answers_no_queries_goes_by_its_id() -> None:
+    silent, roster = LocalGrid({}, 3, app=ClientApp()), Roster()
+    for _ in range(2):
+        assert [client for client, _ in roster.online(silent, 1.0)] == sorted(silent.partitions)
+    assert len(silent.asked) == 3
 
 
 def test_a_run_goes_on_when_all_fail_later() -> None:
