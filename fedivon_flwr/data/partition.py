@@ -163,12 +163,13 @@ def classes(
 ) -> list[np.ndarray]:
     """Give every client `classes_per_client` classes: shuffled classes are dealt to groups of clients.
 
-    With 5 of 10 classes a group is a pair. Uniformly drawn cuts divide a class among its clients.
+    With 5 of 10 classes a group is a pair. Uniformly drawn cuts, the same for all classes, divide a class among its
+    clients: so clients differ in size, and a client's classes are as balanced as the data's.
 
     >>> labels = np.repeat(np.arange(10), 100)
     >>> parts = partition(PartitionSpec("classes", clients=4), labels, labels)
     >>> [len(part) for part in parts]
-    [208, 302, 209, 281]
+    [20, 20, 480, 480]
     >>> (class_counts(parts, labels, 10) > 0).sum(axis=1).tolist()
     [5, 5, 5, 5]
     """
@@ -199,12 +200,12 @@ def subclasses(
     """Give every client one subclass of every class: same labels everywhere, but of different things.
 
     The shuffled subclasses of a class are dealt to groups of as many clients, five for CIFAR-100.
-    Uniformly drawn cuts divide a subclass among its clients.
+    Uniformly drawn cuts, the same for all subclasses, divide a subclass among its clients.
 
     >>> groups = np.repeat(np.arange(10), 100)
     >>> parts = partition(PartitionSpec("subclasses", clients=10), groups // 5, groups)
     >>> [len(part) for part in parts]
-    [134, 53, 129, 138, 75, 141, 151, 66, 71, 42]
+    [170, 170, 170, 170, 170, 30, 30, 30, 30, 30]
     >>> (class_counts(parts, groups, 10) > 0).sum(axis=1).tolist()
     [2, 2, 2, 2, 2, 2, 2, 2, 2, 2]
     """
@@ -231,10 +232,16 @@ def subclasses(
 
 
 def _deal(pools: Iterable[tuple[np.ndarray, list[int]]], clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Divide every pool of examples among its holders by uniformly drawn cuts."""
-    parts: list[list[np.ndarray]] = [[] for _ in range(clients)]
+    """Divide every pool of examples among its holders, by cuts that are drawn uniformly, once for all pools.
+
+    As in the public code of pFedVEM (Zhu et al. 2023): with cuts of its own for every class, all clients would be of
+    similar size, and a client's classes far from balanced.
+    """
+    pools, parts = list(pools), [list[np.ndarray]() for _ in range(clients)]
+    cuts = np.sort(rng.uniform(size=max(len(holders) for _, holders in pools) - 1))
+    widths = np.diff(cuts, prepend=0, append=1)
     for pool, holders in pools:
-        pieces = _cut_at(rng.permutation(pool), _random_cuts(len(pool), len(holders), rng))
+        pieces = _cut_at(rng.permutation(pool), _in_proportion(widths[: len(holders)], len(pool), rng))
         for client, piece in zip(holders, pieces, strict=True):
             parts[client].append(piece)
     dealt = [np.concatenate(pieces) for pieces in parts]
@@ -245,19 +252,16 @@ def _deal(pools: Iterable[tuple[np.ndarray, list[int]]], clients: int, rng: np.r
     return dealt
 
 
-def _random_cuts(total: int, pieces: int, rng: np.random.Generator) -> np.ndarray:
-    """Sizes of the pieces between uniformly drawn cut points, none of them empty if that is possible."""
-    if total < pieces:
-        return rng.permutation(np.arange(pieces) < total).astype(np.int64)
-    cuts = np.sort(rng.choice(total - 1, pieces - 1, replace=False)) + 1
-    return np.diff(cuts, prepend=0, append=total)
-
-
 def _skewed_sizes(skew: float, pieces: int, total: int, rng: np.random.Generator) -> np.ndarray:
     """Sizes that add up to the total, in proportion to weights in `[1 − skew, 1]`; none is 0 if that is possible."""
+    return _in_proportion(rng.uniform(1 - skew, 1, pieces), total, rng)
+
+
+def _in_proportion(weights: np.ndarray, total: int, rng: np.random.Generator) -> np.ndarray:
+    """Sizes that add up to the total, in proportion to weights; none is 0 if that is possible."""
+    pieces = len(weights)
     if total < pieces:
         return rng.permutation(np.arange(pieces) < total).astype(np.int64)
-    weights = rng.uniform(1 - skew, 1, pieces)
     ideal = weights / weights.sum() * (total - pieces)  # one for everybody comes first
     sizes: np.ndarray = np.floor(ideal).astype(np.int64)
     largest_rests = np.argsort(sizes - ideal, kind="stable")[: total - pieces - sizes.sum()]

@@ -57,6 +57,16 @@ def test_pooling_before_relu_is_the_same_function() -> None:
     torch.testing.assert_close(model(x), model.head(dense(usual).relu()))  # type: ignore[operator]
 
 
+def test_the_sides_of_pfl_cifar100_are_those_of_the_public_code() -> None:
+    model = build("pfl-cifar100", CIFAR, 20, seed=0)
+    sides: list[int] = []
+    for module in model.modules():
+        if isinstance(module, nn.MaxPool2d):
+            module.register_forward_hook(lambda _, inputs, outputs: sides.append(outputs.shape[-1]))
+    model(torch.zeros(2, *CIFAR))
+    assert sides == [17, 9, 5, 3]
+
+
 def test_seed_decides_the_weights_and_the_global_generator_is_untouched() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()

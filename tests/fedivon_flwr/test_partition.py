@@ -150,8 +150,23 @@ def test_one_subclass_of_every_class(problem: tuple[PartitionSpec, np.ndarray, n
 
 def test_personal_clients_are_of_very_unequal_size() -> None:
     labels = balanced(10, 5000)
-    sizes = [len(part) for part in partition(PartitionSpec("classes", clients=200), labels, labels)]
-    assert max(sizes) > 5 * min(sizes)
+    for clients, least, most in ((50, 100, 2000), (100, 50, 1500), (200, 25, 750)):  # the paper: from 5 to over 1000
+        for seed in range(5):
+            parts = partition(PartitionSpec("classes", clients=clients, seed=seed), labels, labels)
+            sizes = [len(part) for part in parts]
+            assert 5 <= min(sizes) <= least
+            assert max(sizes) > most
+
+
+@pytest.mark.parametrize(("name", "held"), [("classes", 5), ("subclasses", 20)])
+def test_a_personal_clients_classes_are_balanced(name: str, held: int) -> None:
+    """The cuts are the same for all classes (subclasses)."""
+    groups = balanced(100, 500)
+    labels = groups // 5 if name == "subclasses" else groups // 10
+    counts = class_counts(partition(PartitionSpec(name, clients=100), labels, groups), labels, labels.max() + 1)
+    for row in counts:
+        assert len(row[row > 0]) == held
+        assert len(set(row[row > 0])) == 1
 
 
 @pytest.mark.parametrize(
