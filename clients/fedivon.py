@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import numpy as np
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -11,6 +12,8 @@ from fedivon_flwr.optim import Ivon, IvonSettings, write
 from fedivon_flwr.posterior import DiagGaussian, Layout, barycentre
 from fedivon_flwr.records import HESS, MEAN, NDArrays, flat, unflatten
 from fedivon_flwr.settings import kebab
+
+ESS = "ess"  # λ of the posterior that is remembered
 
 
 class Plan(Told):
@@ -30,23 +33,23 @@ def ivon_settings(config: Mapping[str, Any], examples: int) -> IvonSettings:
     return IvonSettings(**{**told, "ess": float(examples)} if told.get("ess") == "local" else told)
 
 
-def under_server_prior(config: Mapping[str, Any], examples: int) -> dict[str, Any]:
-    """What a client is told, with the server's posterior as prior.
+def strength(plan: Plan, ess: float, examples: int) -> float:
+    """β, the strength of the server's posterior as prior.
 
     Where λ is the number ``N`` of the client's examples and the server's posterior has another one, ``λ̃``,
     ``β/N KL(q ‖ p)`` is ``(β λ̃/N)/λ̃ KL(q ‖ p)``.
     """
-    plan = Plan.model_validate(config)
-    scale = config["ess"] / examples if plan.local_ess else 1.0
-    return {**config, "prior": "server", "temperature": plan.temperature * scale}
+    return plan.temperature * (ess / examples if plan.local_ess else 1.0)
 
 
 def personal_arrays(model: nn.Module, arrays: NDArrays, data: LocalData, config: Mapping[str, Any]) -> NDArrays:
     """A site's personal posterior, for the wire: IVON on its data under a global posterior as prior."""
     client = FedIvonClient(model, data)
-    told = under_server_prior(config, len(data.train))
-    trained, _, _ = client.fit([arrays[key] for key in client.keys], told)
-    return dict(zip(client.keys, trained, strict=True))
+    trained, _, _ = client.fit([arrays[key] for key in client.keys], {**config, "prior": "server"})
+    found = dict(zip(client.keys, trained, strict=True))
+    if Plan.model_validate(config).temperature == 0:  # the limit has no width
+        return {key: array for key, array in found.items() if not key.startswith(HESS)}
+    return found
 
 
 class FedIvonClient(TorchClient):
@@ -61,7 +64,8 @@ class FedIvonClient(TorchClient):
         settings = ivon_settings(config, len(self.data.train))
         optimizer = Ivon(params, settings)
         if plan.prior == "server":
-            optimizer.use_prior(flat(arrays, MEAN), flat(arrays, HESS), plan.temperature)
+            beta = strength(plan, settings.ess, len(self.data.train))
+            optimizer.use_prior(flat(arrays, MEAN), flat(arrays, HESS), beta)
         else:
             optimizer.start_at(flat(arrays, HESS))
         losses = []
@@ -75,7 +79,7 @@ class FedIvonClient(TorchClient):
             optimizer.step()
         trained = unflatten(optimizer.mean(), layout, MEAN) | unflatten(optimizer.hess(), layout, HESS)
         if plan.personalise != "prior":
-            self.memory |= trained
+            self.memory |= trained | {ESS: np.array(settings.ess, np.float32)}
         return trained, mean_loss(losses)
 
     def personalise(self, arrays: NDArrays, config: Mapping[str, Any], work: Work) -> DiagGaussian | None:
@@ -86,10 +90,14 @@ class FedIvonClient(TorchClient):
         """
         plan = Plan.model_validate(config)
         if plan.personalise == "prior":
-            trained, _ = self.train(arrays, under_server_prior(config, len(self.data.train)), work)
+            trained, _ = self.train(arrays, {**config, "prior": "server"}, work)
             return self.posterior(trained, config) if plan.temperature else None  # β = 0: the limit has no width
-        ours, theirs = (self.posterior(part, config) for part in (arrays, self.memory or arrays))
-        between = barycentre(ours, theirs, plan.personal_weight, plan.personalise)
+        theirs = ours = self.posterior(arrays, config)
+        if self.memory:
+            ess = float(self.memory[ESS])
+            scaled = {"ess": ess, "test-ess": plan.test_ess * ess / config["ess"]}
+            ours = self.posterior(self.memory, {**config, **scaled})
+        between = barycentre(theirs, ours, plan.personal_weight, plan.personalise)
         write([p for p in self.model.parameters() if p.requires_grad], between.mean)
         return between
 

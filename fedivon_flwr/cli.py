@@ -5,6 +5,7 @@ import signal
 import sys
 import tomllib
 from enum import StrEnum
+from math import isfinite, isnan
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -420,6 +421,7 @@ def personalize(
     from fedivon_flwr.runs import load_arrays, save_arrays
     from fedivon_flwr.trained import Trained, posterior_file
     from simulation.report import SCORES, number
+    from strategies.base import unusable
 
     trained, (arrays, about) = Trained.load(posterior, model), load_arrays(posterior_file(posterior))
     if about["method"] != "fedivon":
@@ -435,7 +437,13 @@ def personalize(
     }
     chosen = {"temperature": temperature, "local-epochs": epochs, "batch-size": batch_size, "lr": lr}
     config |= {key: value for key, value in chosen.items() if value is not None}
+    if isnan(config["temperature"]) or not isfinite(config["lr"]):
+        raise UserError(f"--lr {config['lr']:g} --temperature {config['temperature']:g}: both must be numbers.")
+    if trained.posterior is None:
+        raise UserError(f"'{posterior}' was made with --temperature 0, without a width; it cannot be a prior.")
     found = personal_arrays(trained.model, arrays, LocalData.whole(dataset), config)
+    if reason := unusable(found):
+        raise UserError(f"The training diverged: {reason}; use a lower --lr.")
     made = {"examples": len(dataset.train), **{key: config[key] for key in (*chosen, "seed")}}
     try:
         save_arrays(output, found, {**about, "personal": made})

@@ -22,6 +22,8 @@ from ivon import IVON
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
+LARGEST = 1e30  # β from which on it counts as ∞; float32 ends at 3e38
+
 
 class IvonSettings(BaseModel):
     """What one local update with IVON needs to know."""
@@ -79,7 +81,7 @@ class Ivon(IVON):  # type: ignore[misc]  # ivon-opt has no types
         """
         if not temperature >= 0:  # NaN neither
             raise ValueError(f"temperature must not be negative, but is {temperature}")
-        self._temperature = temperature
+        self._temperature = temperature if temperature < LARGEST else math.inf
         means, hessians = self._per_group(mean), self._per_group(hess)
         for i, group in enumerate(self.param_groups):
             shift = self._shift[i] = means[i].to(self._device, self._dtype, copy=True)

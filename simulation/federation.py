@@ -14,6 +14,7 @@ from flwr.serverapp import Grid
 
 import strategies
 from clients import pick_device, server_data
+from fedivon_flwr.data import Dataset
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.evaluation import Evaluator, Predictions
 from fedivon_flwr.models import build
@@ -61,6 +62,7 @@ def run(grid: Grid, settings: Settings) -> RunFolder:
             callbacks=callbacks(folder, strategy, settings),
         )
         assert result.arrays is not None
+        keep_posterior(folder, strategy, evaluator.dataset, settings, result.arrays)
         if settings.personal:
             epochs = settings.personal_epochs or settings.local_epochs
             told = ConfigRecord({**known, "local-epochs": epochs, "eval-samples": settings.test_samples})
@@ -216,7 +218,8 @@ def client_row(reply: Reply, settings: Settings) -> dict[str, Any]:
     scores = nested(reply.metrics)
     examples = int(scores.pop("train")["examples"])
     seen = not settings.unseen_clients or reply.client < settings.clients - settings.unseen_clients
-    about = {"client": reply.client, "seen": seen, "examples": examples, "test_examples": reply.examples}
+    test_examples = reply.examples if "mean" in scores else 0
+    about = {"client": reply.client, "seen": seen, "examples": examples, "test_examples": test_examples}
     return about | {at: scores[at] for at in ("global", "mean", "mc") if at in scores}
 
 
@@ -235,12 +238,10 @@ def mean_scores(rows: Sequence[Mapping[str, Any]], samples: int) -> dict[str, An
     return found
 
 
-def finish(
-    folder: RunFolder, strategy: FederatedStrategy, settings: Settings, evaluator: Evaluator, arrays: ArrayRecord
+def keep_posterior(
+    folder: RunFolder, strategy: FederatedStrategy, dataset: Dataset, settings: Settings, arrays: ArrayRecord
 ) -> None:
-    """The final evaluation, the posterior, the report and, last, the summary that says that all is there."""
-    began, named = time.perf_counter(), from_record(arrays)
-    posterior, dataset = strategy.predictive(named), evaluator.dataset
+    """The outcome of the training, as `fedivon predict` takes it."""
     described = {
         "method": settings.method,
         "model": settings.model,
@@ -252,13 +253,21 @@ def finish(
         "settings": settings.record(),
         **strategy.scale(),
     }
-    save_arrays(folder.path / "posterior.safetensors", named, described)
-    predictions, earlier = None, 0.0
+    save_arrays(folder.path / "posterior.safetensors", from_record(arrays), described)
+
+
+def finish(
+    folder: RunFolder, strategy: FederatedStrategy, settings: Settings, evaluator: Evaluator, arrays: ArrayRecord
+) -> None:
+    """The final evaluation, the report and, last, the summary that says that all is there."""
+    began, named = time.perf_counter(), from_record(arrays)
+    posterior, predictions, earlier = strategy.predictive(named), None, 0.0
     if settings.evaluation == "server" and strategy.has_global:
         log(INFO, "Final evaluation with %d weight samples", settings.test_samples if posterior else 0)
         predictions, earlier = final_predictions(folder, evaluator, named, posterior, settings.test_samples)
-    rows, people = folder.metrics(), folder.clients()
-    trained = sum(row.get("seconds", 0.0) for row in [*rows, *people])  # earlier versions did not time the clients
+    rows, everybody = folder.metrics(), folder.clients()
+    people = [row for row in everybody if "mean" in row]  # who has test data
+    trained = sum(row.get("seconds", 0.0) for row in [*rows, *everybody])  # earlier versions did not time the clients
     seconds = trained + earlier + time.perf_counter() - began
     summary = {
         "method": settings.method,

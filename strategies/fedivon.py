@@ -72,7 +72,8 @@ class FedIvon(FederatedStrategy):
 
     def train_config(self, server_round: int) -> dict[str, Any]:
         """The clients' IVON settings; the learning rate decays linearly over the rounds."""
-        return self.decaying(server_round, "rule", "test_ess")
+        told = self.decaying(server_round, "rule", "test_ess")
+        return told | {"ess": self.ess, "local-ess": True} if self._under_own_ess else told
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -93,6 +94,11 @@ class FedIvon(FederatedStrategy):
         return {**super().personal_config(), **known}
 
     @property
+    def _under_own_ess(self) -> bool:
+        """Whether the clients' prior is the server's posterior with a λ that is none of theirs."""
+        return self.options.prior == "server" and self.options.ess == "local" and self.ess > 0
+
+    @property
     def remembers(self) -> bool:
         """A projection needs the client's last posterior."""
         return self.options.personalise != "prior"
@@ -108,7 +114,8 @@ class FedIvon(FederatedStrategy):
     def combine(self, replies: Sequence[Reply], sent: NDArrays) -> NDArrays:
         """Apply the aggregation rule parameter by parameter; buffers are averaged."""
         share = weights(replies)
-        sizes = [float(reply.examples) if self.options.ess == "local" else self.ess for reply in replies]
+        own = self.options.ess == "local" and not self._under_own_ess
+        sizes = [float(reply.examples) if own else self.ess for reply in replies]
         ess = sum(w * size for w, size in zip(share, sizes, strict=True))
         rule, means, hessians = RULES[self.options.rule], {}, {}
         for key in sent:

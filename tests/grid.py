@@ -52,6 +52,7 @@ class LocalGrid(Grid):
         self._run = Run.create_empty(run_id=1)
         self._count = 0
         self.states: dict[int, RecordDict] = {}
+        self.node_config: Callable[[int], dict[str, Any]] = lambda _: {}  # what else a node knows of itself
 
     def clients(self, message_type: str = "train") -> list[tuple[int, int]]:
         """Who was asked: ``(round, partition)``, sorted."""
@@ -94,6 +95,7 @@ class LocalGrid(Grid):
         config = message.content.config_records.get("config", ConfigRecord())
         self.asked.append((kind, int(config.get("server-round", 0)), partition, dict(config)))  # type: ignore[arg-type]
         mine: dict[str, Any] = {"partition-id": partition, "num-partitions": len(self.partitions)}
+        mine |= self.node_config(partition)
         state = self.states.setdefault(node, RecordDict())
         context = Context(1, node, mine if self.partitioned else {}, state, dict(self._run_config))
         try:

@@ -31,7 +31,7 @@ from fedivon_flwr.models import build
 from fedivon_flwr.posterior import DiagGaussian, Layout
 from fedivon_flwr.records import NDArrays, flat, model_arrays, to_record
 from fedivon_flwr.settings import Settings
-from strategies.base import FederatedStrategy
+from strategies.base import FederatedStrategy, Reply
 from strategies.fedivon import FedIvon
 from strategies.fedivon import Options as FedIvonOptions
 
@@ -211,6 +211,43 @@ def test_the_servers_posterior_keeps_its_width_where_lambda_is_the_number_of_exa
     same = personal(arrays, other)
     assert torch.equal(found.mean, same.mean)
     assert torch.equal(found.precision, same.precision)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1e6, 1e35, math.inf])
+def test_rounds_under_the_servers_prior_keep_its_width_too(temperature: float) -> None:
+    """λ is the client's number of examples; β → ∞ gives the server its own posterior back."""
+    strategy = FedIvon(
+        FedIvonOptions(ess="local", prior="server", temperature=temperature, weight_decay=1e-3, rule="conflation")
+    )
+    arrays = model_arrays(mlp(), 1.0)
+    fresh = FedIvonClient(mlp(), data()).fit(list(arrays.values()), TOLD | strategy.train_config(1))[0]
+    strategy.load_state({"ess": 4.0 * COUNT})
+    config, server = TOLD | strategy.train_config(2), strategy.posterior(arrays)
+    client = FedIvonClient(mlp(), data())
+    sent = fit(client, config, arrays)
+    combined = strategy.combine([Reply(0, COUNT, sent, {})], arrays)
+    found = strategy.posterior(combined)
+    assert found is not None
+    assert server is not None
+    torch.testing.assert_close(found.precision, server.precision, rtol=1e-3, atol=0.0)  # the data add little in a round
+    if temperature > 1:
+        torch.testing.assert_close(found.mean, server.mean, rtol=1e-4, atol=1e-5)
+    else:
+        assert float((found.mean - server.mean).abs().max()) > 1e-3
+        assert not np.array_equal(fresh[0], sent[client.keys[0]])  # in round 1 λ̃ is the client's own
+
+
+def test_a_remembered_posterior_keeps_the_lambda_that_it_was_trained_with() -> None:
+    strategy = FedIvon(FedIvonOptions(ess="local", personalise="rkl", personal_weight=1.0, weight_decay=1e-3))
+    client, arrays = FedIvonClient(mlp(), data()), model_arrays(mlp(), 1.0)
+    own = fit(client, TOLD | strategy.train_config(1), arrays)
+    strategy.load_state({"ess": 4.0 * COUNT})
+    for test_ess in (0.0, 8.0 * COUNT):  # the ratio to the server's stays
+        config = told_by(strategy, test_ess=test_ess)
+        found = client.personalise(arrays, config, Work.model_validate(config))
+        trained = DiagGaussian.from_hess(flat(own, "mean/"), flat(own, "hess/"), COUNT, 1e-3)
+        assert found is not None
+        torch.testing.assert_close(found.precision, trained.precision * (test_ess / (4.0 * COUNT) if test_ess else 1.0))
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedper", "local"])

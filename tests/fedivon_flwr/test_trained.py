@@ -20,7 +20,7 @@ from fedivon_flwr.records import to_record
 from fedivon_flwr.runs import Checkpoint, RunFolder, load_arrays, read_json, save_arrays
 from fedivon_flwr.settings import Settings
 from fedivon_flwr.trained import Trained, read_inputs
-from simulation.federation import finish
+from simulation.federation import finish, keep_posterior
 
 
 def finished(path: Path, method: str, **more: Any) -> Path:
@@ -38,6 +38,7 @@ def finished(path: Path, method: str, **more: Any) -> Path:
     folder = RunFolder.open(settings)
     folder.append_metrics({"round": 1, "train_loss": 1.0, "seconds": 0.1})
     arrays = to_record(strategy.model_arrays(network))
+    keep_posterior(folder, strategy, data, settings, arrays)
     finish(folder, strategy, settings, Evaluator(network, data, torch.device("cpu"), 0), arrays)
     folder.close()
     return path
@@ -353,6 +354,14 @@ def test_an_infinite_strength_keeps_the_global_posterior(fedivon: Command, run: 
     torch.testing.assert_close(one.precision, other.precision)
 
 
+def test_without_the_global_posterior_a_personal_one_has_no_width(fedivon: Command, run: Path, tmp_path: Path) -> None:
+    own, point = site(tmp_path / "own.npz"), tmp_path / "point.safetensors"
+    assert fedivon("personalize", run, own, "-o", point, "--temperature", 0).code == 0
+    assert Trained.load(point).posterior is None
+    assert fedivon("predict", point, own).code == 0
+    assert_refused(fedivon("personalize", point, own), "point.safetensors", "without a width")
+
+
 def test_what_does_not_fit_is_one_sentence(fedivon: Command, run: Path, fedavg_run: Path, tmp_path: Path) -> None:
     own = site(tmp_path / "own.npz")
     assert_refused(fedivon("personalize", fedavg_run, own), "'fedavg'", "FedIvon")
@@ -362,6 +371,9 @@ def test_what_does_not_fit_is_one_sentence(fedivon: Command, run: Path, fedavg_r
     wide = np.zeros((4, 9, 9), np.uint8)
     np.savez(tmp_path / "wide.npz", x_train=wide, x_test=wide, y_train=np.arange(4), y_test=np.arange(4))
     assert_refused(fedivon("personalize", run, tmp_path / "wide.npz"), "(1, 9, 9)", "(1, 8, 8)")
+    for words in (("--temperature", "nan"), ("--lr", "nan"), ("--lr", "inf")):
+        assert_refused(fedivon("personalize", run, own, *words), words[0], words[1], "must be numbers")
+    assert_refused(fedivon("personalize", run, own, "--lr", 1e39), "diverged", "--lr")
     ended = fedivon("personalize", run, own, "-o", tmp_path / "nope" / "file")
     assert ended.code == 2
     assert "cannot be written" in ended.err

@@ -127,11 +127,33 @@ def test_a_client_that_failed_is_asked_again(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"1 of 6 clients .*\(3\).* asks them again"):
         run(Grid(chosen.to_config(), chosen.clients), chosen)
     assert not (tmp_path / "run" / "summary.json").exists()
+    assert (tmp_path / "run" / "posterior.safetensors").exists()  # the training is done
     failures = 1
     run(Grid(chosen.to_config(), chosen.clients), chosen)
     assert [row["client"] for row in people(tmp_path / "run")] == [0, 1, 2, 4, 5, 3]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["metrics"]["personal"]["clients"] == 6
+
+
+def test_a_node_without_test_data_holds_nobody_up(tmp_path: Path) -> None:
+    data = load("digits")
+    for node, images in enumerate((30, 20, 0)):
+        own: dict[str, Any] = {"x_train": data.train.x[node::3], "y_train": data.train.y[node::3]}
+        if images:
+            own |= {"x_test": data.test.x[:images], "y_test": data.test.y[:images]}
+        np.savez(tmp_path / f"{node}.npz", **own)
+    common = {"dataset": "nodes", "input-shape": "1x8x8", "classes": 10, "evaluation": "clients", "clients": 3}
+    chosen = settings(tmp_path / "run", personal=True, **common)
+    grid = LocalGrid(chosen.to_config(), 3)
+    grid.node_config = lambda partition: {"data": str(tmp_path / f"{partition}.npz")}
+    run(grid, chosen)
+    found = people(tmp_path / "run")
+    assert [row["test_examples"] for row in found] == [30, 20, 0]
+    assert [row["examples"] for row in found] == [479] * 3
+    assert ["mean" in row for row in found] == [True, True, False]
+    metrics = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
+    assert metrics["personal"]["clients"] == 2
+    assert metrics["personal"]["mean"]["nll"] == pytest.approx(np.mean([row["mean"]["nll"] for row in found[:2]]))
 
 
 def test_an_infinite_strength_is_written_down(tmp_path: Path) -> None:
