@@ -133,6 +133,23 @@ def test_the_numbers_of_the_paper_are_those_of_the_paper() -> None:
             assert ours in found, (method, ours, found)
 
 
+def test_the_personalised_numbers_of_the_paper_are_those_of_the_paper() -> None:
+    paper = Path(__file__).parents[3] / "shared" / "spec" / "paper-fedivon.tex"
+    if not paper.exists():
+        pytest.skip("the paper is not here")
+    tables = [part.partition(r"\end{tabular}")[0] for part in paper.read_text().split(r"\begin{tabular}")]
+    (table,) = [table for table in tables if "50 Clients" in table]
+    study = load_study("table-personalised")
+    labels = {"local": "Local", "pfedme": "pFedME", "pfedbayes": "pFedBayes", "pfedvem": "pFedVEM"}
+    labels |= {"fedivon@mean": "FedIvon@mean}", "fedivon": "FedIvon}"}
+    for method, label in labels.items():
+        lines = [re.sub(r"(?<=[\d.]) (?=[\d.])", "", line) for line in table.splitlines() if label in line]
+        for preset, line in zip(study.presets, lines, strict=True):
+            ours, metrics = study.paper[preset][method], ("pm_accuracy", "gm_accuracy")
+            pairs = [ours[metric][clients] for clients in ("50", "100", "200") for metric in metrics if metric in ours]
+            assert pairs == [float(number) for number in re.findall(r"(\d+\.\d+)\s*\\pm", line)], (method, line)
+
+
 def test_the_first_seed_of_every_preset_comes_first(tmp_path: Path) -> None:
     study = study_of(
         tmp_path, presets=["digits", "emnist"], seeds={"digits": [0, 1], "emnist": [7]}, methods=["fedavg"]
