@@ -237,7 +237,9 @@ def supervise(command: Sequence[str], env: Mapping[str, str], say: Callable[[str
         code = process.wait()
         if stopping:
             return 0 if code == -signal.SIGTERM else code  # as we told it
-        say(f"{command[0]} ended with code {code}; it is started again in {RESTART_SECONDS:g} s.")
+        # So ends a node whose signature the SuperLink takes for an old one.
+        clock = "" if code else " Nobody told it to end: is this machine's clock right?"
+        say(f"{command[0]} ended with code {code}; it is started again in {RESTART_SECONDS:g} s.{clock}")
         give_up = time.monotonic() + RESTART_SECONDS
         while not stopping and time.monotonic() < give_up:
             time.sleep(0.1)
