@@ -15,6 +15,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -235,6 +236,8 @@ def supervise(command: Sequence[str], env: Mapping[str, str], say: Callable[[str
         if stopping:  # told so while it was being started
             process.terminate()
         code = process.wait()
+        with suppress(ProcessLookupError):  # a SuperNode that shuts itself down leaves what it has started
+            os.killpg(process.pid, signal.SIGKILL)
         if stopping:
             return 0 if code == -signal.SIGTERM else code  # as we told it
         # So ends a node whose signature the SuperLink takes for an old one.

@@ -165,6 +165,18 @@ def test_a_program_that_was_killed_is_started_again(supervisor: "subprocess.Pope
     assert supervisor.stdout.read().count("sh ended with code -9; it is started again") == 2
 
 
+def test_what_a_program_leaves_behind_is_ended(tmp_path: Path) -> None:
+    command = [sys.executable, "-u", "-c", SUPERVISED, f"sleep 60 & echo $! >> {tmp_path}/starts; exit 0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        left = starts(tmp_path, 2)[0]
+        assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+    finally:
+        process.terminate()
+        out, _ = process.communicate(timeout=10)
+    assert "sh ended with code 0; it is started again in 0.1 s. Nobody told it to end: is this machine's clock" in out
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_who_stops_the_supervisor_stops_the_program(
     supervisor: "subprocess.Popen[str]", tmp_path: Path, number: signal.Signals
