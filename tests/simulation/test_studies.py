@@ -145,7 +145,8 @@ def test_the_personalised_numbers_of_the_paper_are_those_of_the_paper() -> None:
     for method, label in labels.items():
         lines = [re.sub(r"(?<=[\d.]) (?=[\d.])", "", line) for line in table.splitlines() if label in line]
         for preset, line in zip(study.presets, lines, strict=True):
-            ours, metrics = study.paper[preset][method], ("pm_accuracy", "gm_accuracy")
+            ours: dict[str, Any] = study.paper[preset][method]
+            metrics = ("pm_accuracy", "gm_accuracy")
             pairs = [ours[metric][clients] for clients in ("50", "100", "200") for metric in metrics if metric in ours]
             assert pairs == [float(number) for number in re.findall(r"(\d+\.\d+)\s*\\pm", line)], (method, line)
 
