@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -121,8 +122,8 @@ def supernode(
     from deploy.programs import supernode as command
 
     security = Security.of(credentials, insecure, NODE_FILES, superlink)
-    if data is not None and not os.access(data, os.R_OK):
-        raise UserError(f"There are no data '{data}' that you may read; give an .npz file or a folder of images.")
+    if data is not None:
+        prepare(data, state)
     known = {
         "data": None if data is None else str(data.resolve()),
         "partition-id": number,
@@ -179,11 +180,25 @@ def run_program(command: list[str], state: Path) -> None:
     from deploy.programs import supervise
     from fedivon_flwr.flower import HOME, environment
 
-    folder = own_folder(state)
-    home = private(folder / HOME)
-    # Prepared data lie beside the other things of the program; they are as private as the data themselves.
-    cache = {"FEDIVON_CACHE": os.environ.get("FEDIVON_CACHE") or str(private(folder / "cache"))}
-    sys.exit(supervise(command, environment(str(home)) | cache, out.print))
+    home = private(own_folder(state) / HOME)
+    sys.exit(supervise(command, environment(str(home)) | own_cache(state), out.print))
+
+
+def prepare(data: Path, state: Path) -> None:
+    """Bring a node's data into the form in which they are mapped, before a round waits for that; or say what is wrong.
+
+    In a process of its own, so that this one, which only waits afterwards, stays small.
+    """
+    if not os.access(data, os.R_OK):
+        raise UserError(f"There are no data '{data}' that you may read; give an .npz file or a folder of images.")
+    command = [sys.executable, "-m", "fedivon_flwr", "data", "prepare", str(data.resolve())]
+    if code := subprocess.run(command, env=os.environ | own_cache(state), check=False).returncode:
+        sys.exit(code)
+
+
+def own_cache(state: Path) -> dict[str, str]:
+    """Prepared data lie beside the other things of a program; they are as private as the data themselves."""
+    return {"FEDIVON_CACHE": os.environ.get("FEDIVON_CACHE") or str(private(own_folder(state) / "cache"))}
 
 
 def private(path: Path) -> Path:

@@ -149,7 +149,7 @@ def proxy(security: Security, state: Path, listen: int, upstream: str) -> list[s
     file = state / "nginx.conf"
     state.mkdir(parents=True, exist_ok=True)
     file.write_text(proxy_config(security, state, listen, upstream))
-    return [program, "-p", str(state), "-c", str(file)]
+    return [program, "-e", "stderr", "-p", str(state), "-c", str(file)]
 
 
 def nginx() -> str | None:

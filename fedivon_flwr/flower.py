@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 HOME = "flwr"  # the `flwr` command's folder in the state of a server or node
 CONNECTION = "here"  # the name of a SuperLink in the `flwr` command's config
 QUIET = {
@@ -26,11 +28,10 @@ def environment(home: str, variables: Mapping[str, str] = os.environ) -> dict[st
 
 def connect(home: Path, address: str, authority: Path | None = None) -> None:
     """Tell the `flwr` command that has this home where the SuperLink is; without an authority it is not encrypted."""
-    trust = f'root-certificates = "{authority.resolve()}"' if authority else "insecure = true"
+    trust = {"root-certificates": str(authority.resolve())} if authority else {"insecure": True}
     home.mkdir(parents=True, exist_ok=True)
-    (home / "config.toml").write_text(
-        f'[superlink]\ndefault = "{CONNECTION}"\n[superlink.{CONNECTION}]\naddress = "{address}"\n{trust}\n'
-    )
+    known = {"superlink": {"default": CONNECTION, CONNECTION: {"address": address, **trust}}}
+    (home / "config.toml").write_text(tomli_w.dumps(known))
 
 
 def ask(home: Path, *words: str) -> dict[str, Any]:

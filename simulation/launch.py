@@ -31,6 +31,7 @@ from simulation.report import toml_value
 CLIENT_APP = "fedivon_flwr.client_app:app"
 OUTAGE_SECONDS = 300.0  # for which a SuperLink may be away before a run is given up
 POLL_SECONDS = 3.0
+LAST_WORDS = 10  # lines at the end of Flower's log; what it said of an outage that has passed stands before them
 
 
 def check(settings: Settings, wait: bool = False) -> None:
@@ -312,7 +313,7 @@ def reason_in(log: Path, earlier: int = 0) -> str:
     lines = log.read_bytes()[earlier:].decode(errors="replace").splitlines()
     if ours := [line.partition("UserError: ")[2] for line in lines if "UserError: " in line]:
         return ours[-1]
-    if any("Connection to the SuperLink is unavailable" in line for line in lines):
+    if any("Connection to the SuperLink is unavailable" in line for line in lines[-LAST_WORDS:]):
         return f"The SuperLink does not answer; is it running, and the address right? See '{log}'."
     return f"The run under `flwr run` failed; see '{log}'."
 

@@ -95,9 +95,10 @@ Callback = Callable[[RoundReport, ArrayRecord], None]
 
 
 class Roster:
-    """Which node holds which partition: every node is asked once.
+    """Which node holds which partition: every node is asked when it appears.
 
-    Flower draws node ids anew for each run, so nothing reproducible can hang on them.
+    Flower draws node ids anew for each run, so nothing reproducible can hang on them. A node with a key keeps its id
+    when it is started anew, maybe with another number, so who was away is asked again.
     """
 
     def __init__(self) -> None:
@@ -111,6 +112,7 @@ class Roster:
         fails goes by its node id until then, so that a round finds out soon if all fail.
         """
         nodes = set(grid.get_node_ids())
+        self._client = {node: client for node, client in self._client.items() if node in nodes}
         failing: dict[int, int] = {}
         if new := sorted(nodes - self._client.keys()):
             messages = [Message(RecordDict(), dst_node_id=node, message_type=MessageType.QUERY) for node in new]
@@ -127,11 +129,10 @@ class Roster:
                         failing[node] = node
         found = dict[int, int]()
         for node, client in (self._client | failing).items():
-            if node in nodes:
-                if client in found and client not in self._doubles:
-                    self._doubles.add(client)
-                    log(WARNING, "Two nodes have the number %d; only the later is asked. Give each its own.", client)
-                found[client] = node  # a node that was started anew without a key has a new id
+            if client in found and client not in self._doubles:
+                self._doubles.add(client)
+                log(WARNING, "Two nodes have the number %d; only the later is asked. Give each its own.", client)
+            found[client] = node  # a node that was started anew without a key has a new id
         return sorted(found.items())
 
 
@@ -278,7 +279,11 @@ class FederatedStrategy(Strategy):
         every = self.rounds.evaluate_every
         if every == 0 or (server_round % every and server_round != self.num_rounds):
             return []
-        chosen = self._choose(grid, server_round, self.rounds.evaluate_clients, "evaluate")
+        try:
+            chosen = self._choose(grid, server_round, self.rounds.evaluate_clients, "evaluate")
+        except UserError as error:  # the round has been trained, and counts
+            log(WARNING, "Round %d is not evaluated: %s", server_round, error)
+            return []
         extra = self.evaluate_config(server_round)
         if self.rounds.final_samples and server_round == self.num_rounds:
             extra["eval-samples"] = self.rounds.final_samples

@@ -6,7 +6,7 @@
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 
@@ -51,10 +51,22 @@ def fingerprint(source: Path | str) -> str:
     parts: list[object] = [FORMAT, source]
     if isinstance(source, Path):
         parts = [FORMAT, source.resolve()]
-        for path in sorted(source.rglob("*")) if source.is_dir() else [source]:
-            status = path.stat()
-            parts += [*([path] if source.is_dir() else []), status.st_size, status.st_mtime_ns]
+        if source.is_dir():
+            parts += sorted(_contents(source))
+        else:
+            status = source.stat()
+            parts += [status.st_size, status.st_mtime_ns]
     return sha256("|".join(map(str, parts)).encode()).hexdigest()[:12]
+
+
+def _contents(folder: str | Path) -> Iterator[tuple[str, int, int]]:
+    """Path, size and time of change of all that is in a folder; a node asks before every message, so it must be fast."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            status = entry.stat()
+            yield entry.path, status.st_size, status.st_mtime_ns
+            if entry.is_dir():
+                yield from _contents(entry.path)
 
 
 def prepared(key: str, prepare: Callable[[], Arrays]) -> Arrays:

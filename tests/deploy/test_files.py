@@ -92,6 +92,14 @@ def test_secrets_and_data_stay_out_of_git_and_the_image(name: str) -> None:
     assert rules.match_file(name)
 
 
+CODE, DATA = "${CODE:-./example}", "${DATA:-./example}"  # the user's own folders
+
+
+def volumes(name: str) -> set[str]:
+    """What a service sees besides the image: volumes, and folders of the machine."""
+    return {volume[: volume.rindex(":/")] for volume in SERVICES[name]["volumes"]}
+
+
 def test_nodes_reach_nothing_but_the_proxy_and_see_no_other_secrets() -> None:
     nodes = [name for name in SERVICES if "supernode" in str(SERVICES[name].get("command"))]
     assert len(nodes) == 3
@@ -99,11 +107,10 @@ def test_nodes_reach_nothing_but_the_proxy_and_see_no_other_secrets() -> None:
     assert inside == {"superlink", "superexec", "proxy", "register", "run"}
     for name in nodes:
         assert SERVICES[name]["networks"] == ["outside"]
-        assert {volume.split(":")[0] for volume in SERVICES[name]["volumes"]} == {name, f"{name}-data", f"{name}-state"}
-    holders = {name for name, service in SERVICES.items() if any("authority" in v for v in service.get("volumes", []))}
-    assert holders == {"setup"}
-    keys = {name for name, service in SERVICES.items() if any(v.startswith("server:") for v in service["volumes"])}
-    assert keys == {"setup", "superlink", "proxy"}
+        assert volumes(name) == {name, f"{name}-data", f"{name}-state", CODE}
+    for volume in ("authority", DATA):
+        assert {name for name in SERVICES if volume in volumes(name)} == {"setup"}
+    assert {name for name in SERVICES if "server" in volumes(name)} == {"setup", "superlink", "proxy"}
     assert compose()["networks"]["server"]["internal"]
 
 
@@ -113,9 +120,7 @@ def test_all_that_services_name_is_there() -> None:
     for service in SERVICES.values():
         assert set(service.get("depends_on", {})) <= set(SERVICES)
         assert set(service.get("networks", [])) <= set(whole["networks"])
-        assert {volume.split(":")[0] for volume in service["volumes"]} <= set(whole["volumes"])
-    used = {volume.split(":")[0] for service in SERVICES.values() for volume in service["volumes"]}
-    assert used == set(whole["volumes"])
+    assert set.union(*map(volumes, SERVICES)) == set(whole["volumes"]) | {CODE, DATA}
 
 
 def test_the_gpu_file_is_for_the_nodes() -> None:

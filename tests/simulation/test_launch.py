@@ -101,6 +101,10 @@ def test_only_a_run_of_a_federation_can_be_stopped(tmp_path: Path, monkeypatch: 
     [
         ("x\nfedivon_flwr.errors.UserError: Bad key.\n", "Bad key."),
         ("│ Connection to the SuperLink is unavailable. │\n", "The SuperLink does not answer"),
+        (
+            "Connection to the SuperLink is unavailable\n" + 9 * "round\n" + "failed\n",
+            "The run under `flwr run` failed; see",
+        ),
         ("nothing that we know\n", "The run under `flwr run` failed; see"),
     ],
 )

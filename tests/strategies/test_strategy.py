@@ -109,6 +109,18 @@ def test_of_two_nodes_with_one_number_the_later_is_asked(warnings: list[str]) ->
     assert run.strategy.roster.online(run.grid, 1.0) == [(0, first), *known[1:]]
 
 
+def test_a_node_that_comes_back_with_another_number_is_known_by_that() -> None:
+    """With a key it has the id that it had."""
+    run = Run(clients=6)
+    (first, *others), roster = list(run.grid.partitions), run.strategy.roster
+    everybody = dict(run.grid.partitions)
+    roster.online(run.grid, 1.0)
+    del run.grid.partitions[first]
+    assert roster.online(run.grid, 1.0) == sorted((everybody[node], node) for node in others)
+    run.grid.partitions[first] = 9
+    assert (9, first) in roster.online(run.grid, 1.0)
+
+
 def test_who_does_not_say_who_it_is_does_not_count_and_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(clients=6)
     silent = next(node for node, client in run.grid.partitions.items() if client == 2)
@@ -208,6 +220,21 @@ def test_nodes_that_come_late_are_waited_for() -> None:
     run.start()
     assert run.reports[0].replies == 3
     assert sorted(who for kind, _, who, _ in run.grid.asked if kind == "query") == list(range(6))
+
+
+def test_a_round_counts_when_all_have_left_before_its_evaluation(
+    monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    run = Run(rounds=2, method="fedavg", node_wait=0.5, evaluation="clients", evaluate_every=2)
+    monkeypatch.setattr(
+        run.grid,
+        "get_node_ids",
+        lambda: [] if len(run.grid.clients()) == 2 * 3 else list(run.grid.partitions),
+    )
+    run.start()
+    assert [report.replies for report in run.reports] == [3, 3]
+    assert run.reports[1].evaluation == {}
+    assert any("Round 2 is not evaluated: Only 0 nodes" in line for line in warnings)
 
 
 def test_who_does_not_say_who_it_is_costs_a_round_no_more_than_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
