@@ -60,7 +60,7 @@ def fingerprint(source: Path | str) -> str:
 
 
 def _contents(folder: str | Path) -> Iterator[tuple[str, int, int]]:
-    """Path, size and time of change of all that is in a folder; a node asks before every message, so it must be fast."""
+    """Path, size and time of change of all that is in a folder; fast, since a node asks before every message."""
     with os.scandir(folder) as entries:
         for entry in entries:
             status = entry.stat()

@@ -319,26 +319,36 @@ def test_no_secret_is_told(federation: Federation) -> None:
         assert not any(line in text for line in lines), log.name
 
 
-def test_the_example_with_its_own_model_and_data(tmp_path: Path) -> None:
+def test_the_example_with_its_own_model_and_data_and_a_node_that_joins_later(tmp_path: Path) -> None:
     """Unencrypted, on this machine; the programs find the model in the folder where they were started."""
     for file in (app_folder() / "deploy" / "example").glob("tumours.*"):
         shutil.copy(file, tmp_path)
     subprocess.run([sys.executable, "tumours.py", "data"], cwd=tmp_path, check=True, capture_output=True)
     program, port = str(Path(sys.executable).with_name("fedivon")), free_port()
     link = ["--insecure", "--state", "link"]
-    commands = [["superlink", *link, "--port", str(port)], ["superexec", *link, "--superlink", f"localhost:{port}"]]
-    for number, name in enumerate(NODES):
-        mine = ["--state", name, "--data", f"data/{name}.npz", "--number", str(number), "--port", str(free_port())]
-        commands.append(["supernode", "--insecure", "--superlink", f"localhost:{port}", *mine])
     with ExitStack() as stack, (tmp_path / "log").open("ab") as log:
-        for words in commands:
+
+        def start(*words: str) -> subprocess.Popen[bytes]:
             process = subprocess.Popen([program, "deploy", *words], cwd=tmp_path, stdout=log, stderr=log)
             stack.callback(stop_tree, process.pid)
-        words = ["run", "tumours.toml", *link, "--superlink", f"localhost:{port}", "--run-dir", "run", "-s", "rounds=4"]
-        done = subprocess.run(
-            [program, "deploy", *words], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
-        )
-    assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "log").read_text()
+            return process
+
+        def start_node(number: int, name: str) -> None:
+            mine = ["--state", name, "--data", f"data/{name}.npz", "--number", str(number), "--port", str(free_port())]
+            start("supernode", "--insecure", "--superlink", f"localhost:{port}", *mine)
+
+        start("superlink", *link, "--port", str(port))
+        start("superexec", *link, "--superlink", f"localhost:{port}")
+        for number in (0, 1):
+            start_node(number, NODES[number])
+        words = ["run", "tumours.toml", *link, "--superlink", f"localhost:{port}", "--run-dir", "run", "-s", "rounds=8"]
+        run = start(*words, "-s", "clients=2")
+        until(lambda: rounds(tmp_path / "run"), 240, "a round of two")
+        start_node(2, NODES[2])
+        until(lambda: run.poll() is not None, 600, "the run ends")
+    assert run.returncode == 0, (tmp_path / "log").read_text()
     rows = rounds(tmp_path / "run")
-    assert [row["replies"] for row in rows] == [3] * 4
+    replies = [row["replies"] for row in rows]
+    assert replies == sorted(replies)
+    assert (len(replies), replies[0], replies[-1]) == (8, 2, 3)
     assert rows[-1]["clients"]["mc"]["accuracy"] > 0.6
