@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from clients.base import LocalData, Told, TorchClient, Work, mean_loss
-from fedivon_flwr.optim import Ivon, IvonSettings, write
+from fedivon_flwr.optim import Ivon, IvonSettings, to_its_end, write
 from fedivon_flwr.posterior import DiagGaussian, Layout, barycentre
 from fedivon_flwr.records import HESS, MEAN, NDArrays, flat, unflatten
 from fedivon_flwr.settings import kebab
@@ -39,15 +39,22 @@ def strength(plan: Plan, ess: float, examples: int) -> float:
     Where λ is the number ``N`` of the client's examples and the server's posterior has another one, ``λ̃``,
     ``β/N KL(q ‖ p)`` is ``(β λ̃/N)/λ̃ KL(q ‖ p)``.
     """
-    return plan.temperature * (ess / examples if plan.local_ess else 1.0)
+    return to_its_end(plan.temperature * (ess / examples if plan.local_ess else 1.0))
 
 
 def personal_arrays(model: nn.Module, arrays: NDArrays, data: LocalData, config: Mapping[str, Any]) -> NDArrays:
-    """A site's personal posterior, for the wire: IVON on its data under a global posterior as prior."""
-    client = FedIvonClient(model, data)
-    trained, _, _ = client.fit([arrays[key] for key in client.keys], {**config, "prior": "server"})
+    """A site's personal posterior, for the wire: as in the run, IVON under the global one as prior, or a projection."""
+    client, plan, config = FedIvonClient(model, data), Plan.model_validate(config), dict(config)
+    settings = ivon_settings(config, len(data.train))
+    if plan.personalise == "prior":
+        config["prior"] = "server"
+    trained, _, _ = client.fit([arrays[key] for key in client.keys], config)
     found = dict(zip(client.keys, trained, strict=True))
-    if Plan.model_validate(config).temperature == 0:  # the limit has no width
+    if plan.personalise != "prior":
+        between, layout = client.projection(arrays, config), Layout.of(model)
+        hess = between.precision / (plan.test_ess or config["ess"]) - settings.weight_decay
+        return found | unflatten(between.mean, layout, MEAN) | unflatten(hess, layout, HESS)
+    if strength(plan, settings.ess, len(data.train)) == 0:  # the limit has no width
         return {key: array for key, array in found.items() if not key.startswith(HESS)}
     return found
 
@@ -88,18 +95,25 @@ class FedIvonClient(TorchClient):
         The latter (a projection) is the barycentre of the two Gaussians, with the weight that the client is told for
         its own; a client that has never trained has the server's.
         """
-        plan = Plan.model_validate(config)
+        plan, examples = Plan.model_validate(config), len(self.data.train)
         if plan.personalise == "prior":
             trained, _ = self.train(arrays, {**config, "prior": "server"}, work)
-            return self.posterior(trained, config) if plan.temperature else None  # β = 0: the limit has no width
+            beta = strength(plan, ivon_settings(config, examples).ess, examples)
+            return self.posterior(trained, config) if beta else None  # β = 0: the limit has no width
+        between = self.projection(arrays, config)
+        write([p for p in self.model.parameters() if p.requires_grad], between.mean)
+        return between
+
+    def projection(self, arrays: NDArrays, config: Mapping[str, Any]) -> DiagGaussian:
+        """The barycentre of the server's posterior and the client's last."""
+        plan = Plan.model_validate(config)
         theirs = ours = self.posterior(arrays, config)
         if self.memory:
             ess = float(self.memory[ESS])
             scaled = {"ess": ess, "test-ess": plan.test_ess * ess / config["ess"]}
             ours = self.posterior(self.memory, {**config, **scaled})
-        between = barycentre(theirs, ours, plan.personal_weight, plan.personalise)
-        write([p for p in self.model.parameters() if p.requires_grad], between.mean)
-        return between
+        assert plan.personalise != "prior"
+        return barycentre(theirs, ours, plan.personal_weight, plan.personalise)
 
     def posterior(self, arrays: NDArrays, config: Mapping[str, Any]) -> DiagGaussian:
         """The Gaussian that predicts, on the node's device."""

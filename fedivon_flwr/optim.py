@@ -22,7 +22,9 @@ from ivon import IVON
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
-LARGEST = 1e30  # β from which on it counts as ∞; float32 ends at 3e38
+# β below and from which on it counts as 0 and as ∞. As β falls, the last term of h grows like 1/β while α falls like β:
+# below the former the mean would stay at the prior instead of going to the maximum likelihood. float32 ends at 3e38.
+SMALLEST, LARGEST = 1e-3, 1e30
 
 
 class IvonSettings(BaseModel):
@@ -81,7 +83,7 @@ class Ivon(IVON):  # type: ignore[misc]  # ivon-opt has no types
         """
         if not temperature >= 0:  # NaN neither
             raise ValueError(f"temperature must not be negative, but is {temperature}")
-        self._temperature = temperature if temperature < LARGEST else math.inf
+        self._temperature = to_its_end(temperature)
         means, hessians = self._per_group(mean), self._per_group(hess)
         for i, group in enumerate(self.param_groups):
             shift = self._shift[i] = means[i].to(self._device, self._dtype, copy=True)
@@ -208,6 +210,17 @@ def update_hess(hess: Tensor, noise_times_grad: Tensor, precision: Tensor, ess: 
     estimate = noise_times_grad.mul_(precision).mul_(ess)
     correction = (hess - estimate).square_().mul_(0.5 * (1 - beta2) ** 2).div_(precision)
     hess.mul_(beta2).add_(estimate.mul_(1.0 - beta2)).add_(correction)
+
+
+def to_its_end(temperature: float) -> float:
+    """β, or the end that it counts as.
+
+    >>> [to_its_end(temperature) for temperature in (0.0, 1e-6, 1e-3, 10.0, 1e30)]
+    [0.0, 0.0, 0.001, 10.0, inf]
+    """
+    if temperature < SMALLEST:
+        return 0.0
+    return temperature if temperature < LARGEST else math.inf
 
 
 def clip(step: Tensor, radius: float) -> Tensor:

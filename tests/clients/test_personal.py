@@ -1,6 +1,7 @@
 """Clients with something of their own: what stays with them, what they remember, and known answers of the methods."""
 
 import math
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import strategies
 from clients import CLIENTS
 from clients.base import LocalData, TorchClient, Work, _state, named
 from clients.fedavg import FedAvgClient
-from clients.fedivon import FedIvonClient
+from clients.fedivon import FedIvonClient, personal_arrays
 from clients.fedper import FedPerClient
 from clients.fedrep import FedRepClient
 from clients.local import LocalClient
@@ -28,7 +29,7 @@ from fedivon_flwr.data import load
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.meanfield import MeanField
 from fedivon_flwr.models import build
-from fedivon_flwr.posterior import DiagGaussian, Layout
+from fedivon_flwr.posterior import DiagGaussian, Layout, barycentre
 from fedivon_flwr.records import NDArrays, flat, model_arrays, to_record
 from fedivon_flwr.settings import Settings
 from strategies.base import FederatedStrategy, Reply
@@ -293,6 +294,12 @@ def test_a_projection_lies_between_the_server_and_the_clients_last_posterior(kin
         precision = ((1 - weight) * server.std + weight * last.std) ** -2
     torch.testing.assert_close(found.mean, mean)
     torch.testing.assert_close(found.precision, precision)
+    alone = personal_arrays(mlp(), arrays, data(), config)  # at a site, after the federation has ended
+    trained = fit(FedIvonClient(mlp(), data()), config, arrays)
+    there, here = (client.posterior(part, config) for part in (arrays, trained))
+    expected = barycentre(there, here, weight, kind)  # type: ignore[arg-type]
+    torch.testing.assert_close(flat(alone, "mean/"), expected.mean)
+    torch.testing.assert_close(client.posterior(alone, config).precision, expected.precision)
     new = FedIvonClient(mlp(), data())  # never trained: the server's
     unmoved = new.personalise(arrays, config, Work.model_validate(config))
     assert unmoved is not None
@@ -364,6 +371,25 @@ def test_pfedvem_estimates_how_far_the_head_has_gone() -> None:
     assert np.array_equal(np.concatenate([sent[f"mean/{name}"].ravel() for name in HEADS]), mean)
     with pytest.raises(UserError, match="named 'head'"):
         fit(PFedVEMClient(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), data()), config)
+
+
+def test_the_e_step_of_pfedvem_ends_at_the_prior_where_the_data_say_nothing() -> None:
+    """Inputs that are all 0 tell of the bias only: ``KL(q ‖ N(μ_g, ρ²))`` decides the weights alone."""
+    model = nn.Sequential(OrderedDict(features=nn.Linear(2, 2, bias=False), head=nn.Linear(2, 3)))
+    x, y = np.zeros((4, 2), np.float32), np.arange(4) % 3
+    client = PFedVEMClient(model, LocalData.of(x, y, x, y))
+    strategy = strategies.build(Settings.from_config({"method": "pfedvem", "pfedvem.head-steps": 3000}))
+    client.memory = {
+        "head": np.full(9, 2.0, np.float32),
+        "precision": np.full(9, 400.0, np.float32),
+        "head-variance": np.array(0.25, np.float32),
+    }
+    centre = model.get_parameter("head.weight").detach().clone().reshape(-1)
+    fit(client, TOLD | strategy.train_config(1))
+    mean, std = torch.from_numpy(client.memory["head"]), torch.from_numpy(client.memory["precision"]).rsqrt()
+    torch.testing.assert_close(mean[:6], centre, atol=0.02, rtol=0.0)
+    torch.testing.assert_close(std[:6], torch.full((6,), 0.5), atol=0.02, rtol=0.0)
+    assert float((mean[6:] - mean[6:].mean()).abs().max()) > 0.05  # the labels are not equally many
 
 
 def test_only_the_head_of_pfedvem_is_uncertain() -> None:

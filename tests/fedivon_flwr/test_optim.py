@@ -168,6 +168,14 @@ def test_temperature_zero_is_gradient_descent_without_noise() -> None:
     torch.testing.assert_close(hess, H0)
 
 
+@pytest.mark.parametrize("temperature", [1e-12, 1e-6, 1e-4])
+def test_a_tiny_temperature_is_the_limit(temperature: float) -> None:
+    """Steps that shrink with β would not leave the prior, under which h grows as 1/β."""
+    none = on_quadratic(50, lambda ivon: ivon.use_prior(M0, H0, 0.0))
+    tiny = on_quadratic(50, lambda ivon: ivon.use_prior(M0, H0, temperature))
+    assert all(torch.equal(one, other) for one, other in zip(none, tiny, strict=True))
+
+
 def test_temperature_zero_samples_the_mean() -> None:
     theta = nn.Parameter(torch.zeros_like(A))
     optimizer = Ivon([theta], QUADRATIC)
