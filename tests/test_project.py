@@ -1,6 +1,7 @@
 """What holds the project together: the Flower config agrees with the settings, and imports point one way."""
 
 import io
+import os
 import re
 import tomllib
 import zipfile
@@ -10,7 +11,7 @@ import pytest
 from flwr.cli.build import build_fab_from_disk
 
 import strategies
-from clients import CLIENTS
+from clients import CLIENTS, partition_spec, split
 from fedivon_flwr.runs import read_json
 from fedivon_flwr.settings import Settings, flatten, kebab
 from simulation.bench import markdown
@@ -107,6 +108,21 @@ def test_tables_are_those_of_the_runs(folder: Path, tmp_path: Path) -> None:
         assert path.read_bytes() == (tmp_path / path.name).read_bytes(), path.name
     figures = {path.name for path in (folder / "figures").iterdir()}
     assert figures == {path.name for path in (tmp_path / "figures").iterdir()}
+
+
+@pytest.mark.parametrize("folder", STUDIES, ids=[path.name for path in STUDIES])
+def test_clients_had_the_data_that_the_split_gives_today(folder: Path) -> None:
+    """A split has no version: who changes one runs its studies again."""
+    runs = [run for path in (folder / "runs").glob("*.json") if "people" in (run := read_json(path) or {})]
+    if not runs:
+        pytest.skip("the results do not tell what each client had")
+    for run in runs:
+        settings = Settings.from_config(run["settings"])
+        raw = re.split("[-@]", settings.dataset)[0] + ".npz"
+        if not Path(os.environ.get("FEDIVON_DATA", ""), raw).is_file():
+            pytest.skip(f"FEDIVON_DATA has no {raw}")
+        parts = split(settings.dataset, partition_spec(settings))
+        assert {row["client"]: row["examples"] for row in run["people"]} == dict(enumerate(map(len, parts)))
 
 
 def test_the_numbers_of_the_readme_are_those_of_the_files() -> None:
