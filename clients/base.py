@@ -63,6 +63,7 @@ class Work(Told):
     personal: bool = False  # evaluate the client's own model instead of the server's
     run: str = ""  # a name for the run, under which the node keeps its memory
     checkpoint_every: int = Field(1, ge=1)  # rounds between the server's checkpoints
+    resumed_after: list[int] = []  # rounds after which the run went on, each time that it was resumed
 
 
 @dataclass(frozen=True)
@@ -270,10 +271,10 @@ def answer_train(client: TorchClient, message: Message, context: Context | None 
     """One round of local training; with a context, a client that remembers something finds it in the next round."""
     parameters, config, work = _read(client, message)
     state = _state(client, context, work)
-    client.memory = state.before(work.server_round)
+    client.memory = state.before(work.server_round, work.resumed_after)
     arrays, examples, metrics = client.fit(parameters, config)
     if client.memory:
-        state.keep(work.server_round, client.memory, work.checkpoint_every)
+        state.keep(work.server_round, client.memory, work.checkpoint_every, len(work.resumed_after))
     record = to_record(dict(zip(client.shared_keys(work), arrays, strict=True)))
     content = RecordDict({"arrays": record, "metrics": MetricRecord({NUM_EXAMPLES: examples, **metrics})})
     return Message(content, reply_to=message)
@@ -282,7 +283,7 @@ def answer_train(client: TorchClient, message: Message, context: Context | None 
 def answer_evaluate(client: TorchClient, message: Message, context: Context | None = None) -> Message:
     """Evaluation on the node's own test data; it leaves what the client remembers as it is."""
     parameters, config, work = _read(client, message)
-    client.memory = _state(client, context, work).before(work.server_round + 1)
+    client.memory = _state(client, context, work).before(work.server_round + 1, work.resumed_after)
     loss, examples, metrics = client.evaluate(parameters, config)
     content = RecordDict({"metrics": MetricRecord({NUM_EXAMPLES: examples, "loss": loss, **metrics})})
     return Message(content, reply_to=message)

@@ -159,7 +159,17 @@ class RunFolder:
         last = found.round if found else 0
         rows = [row for row in self.metrics() if row["round"] <= last]
         write_bytes(self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+        about = read_json(self.path / "provenance.json") or {}
+        if again := about.get("resumed"):
+            again[-1]["after_round"] = last
+            write_json(self.path / "provenance.json", about)
         return found
+
+    @property
+    def resumed_after(self) -> list[int]:
+        """After which round the run went on, each time that it was resumed."""
+        resumed = (read_json(self.path / "provenance.json") or {}).get("resumed", [])
+        return [again["after_round"] for again in resumed if "after_round" in again]
 
     def save_evaluation(self, draws: int, total: NDArray[Any], seconds: float) -> None:
         """Keep a Monte Carlo prediction under way."""

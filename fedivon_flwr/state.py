@@ -5,14 +5,17 @@ checkpoint, finds the memory on disk:
 
     <folder>/<run>/<client>/round-<n>.safetensors    what the client remembered after round n
 
-A federation that goes on from a checkpoint strikes later rounds and runs them again; their memories must not be used
-then, so older ones are kept for as long as a checkpoint may lead back to them.
+A federation that goes on from a checkpoint strikes later rounds and runs them again, maybe with other clients. Their
+memories must not be used then, so older ones are kept for as long as a checkpoint may lead back to them, and the server
+tells after which rounds it went on: a memory stands if it was kept after the last of these, or is of no later round.
 """
 
 import os
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flwr.app import ConfigRecord, RecordDict
 
@@ -45,25 +48,29 @@ class NodeState:
             raise UserError(f"The server calls its run '{run}', which is no name of letters, digits, '-' and '_'.")
         return cls(context, run, state_folder(told) / run / client if run else None)
 
-    def before(self, server_round: int) -> NDArrays:
+    def before(self, server_round: int, resumed_after: Sequence[int] = ()) -> NDArrays:
         """What was remembered last before a round; nothing in a client's first."""
-        about = self.context.config_records.get(ABOUT, ConfigRecord())
-        here = int(about["round"]) if about.get("run") == self.run else -1  # type: ignore[arg-type]
-        files = {number: path for number, path in self._files().items() if number < server_round}
-        newest = max(files, default=-1)
+        about: Mapping[str, Any] = self.context.config_records.get(ABOUT, ConfigRecord())
+        here = int(about["round"]) if about.get("run") == self.run and stands(about, resumed_after) else -1
+        files = self._files()
+        for number in sorted(files if resumed_after else ()):
+            if not stands(load_arrays(files[number])[1], resumed_after):
+                files.pop(number).unlink(missing_ok=True)
+        newest = max((number for number in files if number < server_round), default=-1)
         if 0 <= here < server_round and newest <= here:
             return from_record(self.context.array_records[MEMORY])
-        return load_arrays(files[newest])[0] if files else {}
+        return load_arrays(files[newest])[0] if newest >= 0 else {}
 
-    def keep(self, server_round: int, arrays: NDArrays, checkpoint_every: int = 1) -> None:
+    def keep(self, server_round: int, arrays: NDArrays, checkpoint_every: int = 1, resumptions: int = 0) -> None:
         """Remember arrays after a round."""
-        self.context[ABOUT] = ConfigRecord({"round": server_round, "run": self.run})
+        about = {"round": server_round, "resumptions": resumptions}
+        self.context[ABOUT] = ConfigRecord({**about, "run": self.run})
         self.context[MEMORY] = to_record(arrays)
         if self.folder is None:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            save_arrays(self.folder / f"round-{server_round:06d}.safetensors", arrays, {"round": server_round})
+            save_arrays(self.folder / f"round-{server_round:06d}.safetensors", arrays, about)
         except OSError as error:
             raise UserError(
                 f"The node's memory cannot be written to '{self.folder}' ({error.strerror}); "
@@ -85,3 +92,12 @@ class NodeState:
         if self.folder is None:
             return {}
         return {int(path.stem.removeprefix("round-")): path for path in self.folder.glob("round-*.safetensors")}
+
+
+def stands(about: Mapping[str, Any], resumed_after: Sequence[int]) -> bool:
+    """Whether the round of a memory has not been struck since it was kept.
+
+    >>> [stands({"round": 9, "resumptions": n}, [5, 20]) for n in (0, 1)]
+    [False, True]
+    """
+    return all(int(about["round"]) <= last for last in resumed_after[int(about.get("resumptions", 0)) :])

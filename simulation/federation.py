@@ -46,8 +46,9 @@ def run(grid: Grid, settings: Settings) -> RunFolder:
         checkpoint = folder.resume() or Checkpoint(0, strategy.model_arrays(model), strategy.state())
         strategy.load_state(checkpoint.state)
         log(INFO, "Run folder: %s (from round %d)", folder.path, checkpoint.round + 1)
-        known: dict[str, str | int] = {
+        known: dict[str, str | int | list[int]] = {
             "run": folder.name,
+            "resumed-after": folder.resumed_after,
             "batch-size": settings.batch_size,
             "checkpoint-every": settings.checkpoint_every,
         }

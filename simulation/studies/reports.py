@@ -219,8 +219,8 @@ class PersonalTable(Report):
         lines += [
             "PM: mean over clients, each on the test data of its classes. GM: the server's model, on all of it."
             + (" UM: like PM, of clients that took no part in the training." if unseen else "")
-            + " Where a method has no Gaussian over a model (pFedVEM over the server's, FedIvon at β = 0), it is scored "
-            "at its mean.",
+            + " Where a method has no Gaussian over a model (pFedVEM over the server's, FedIvon at β = 0), it is "
+            "scored at its mean.",
             "",
         ]
         methods = {method.removesuffix(AT_MEAN) for method in study.methods}

@@ -372,6 +372,8 @@ def test_every_resumption_is_written_down(settings: Settings, tmp_path: Path) ->
         about = read_json(folder.path / "provenance.json")
         assert len(about.get("resumed", [])) == times
         assert all(set(again) == {"command", "git_commit", "started"} for again in about.get("resumed", []))
+    folder.resume()
+    assert folder.resumed_after == [0]
     write_json(folder.path / "summary.json", {})
     RunFolder.open(chosen).close()
     assert len(read_json(folder.path / "provenance.json")["resumed"]) == 2

@@ -68,6 +68,21 @@ def test_struck_rounds_are_forgotten(tmp_path: Path) -> None:
     assert value(node(tmp_path).before(6)) == 50
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_what_a_struck_round_left_is_forgotten_whenever_the_node_is_asked_next(tmp_path: Path, restarted: bool) -> None:
+    """The server goes on after round 5, and then the node is not asked before round 12."""
+    context = RecordDict()
+    for server_round in (2, 9):
+        node(tmp_path, context).keep(server_round, memory(server_round), checkpoint_every=5)
+    context = RecordDict() if restarted else context
+    assert value(node(tmp_path, context).before(12)) == 9
+    assert value(node(tmp_path, context).before(12, [5])) == 2
+    node(tmp_path, context).keep(12, memory(12), checkpoint_every=5, resumptions=1)
+    assert value(node(tmp_path, context).before(14, [5])) == 12
+    assert value(node(tmp_path, context).before(14, [5, 12])) == 12
+    assert value(node(tmp_path, context).before(14, [5, 10])) == 2
+
+
 def test_a_newer_memory_on_disk_is_preferred_to_the_context(tmp_path: Path) -> None:
     context = RecordDict()
     node(tmp_path, context).keep(2, memory(2))
