@@ -16,6 +16,8 @@ import psutil
 import pytest
 from outcome import assert_same_outcome, rounds
 
+from deploy import programs
+from deploy.programs import Scalar, Security
 from fedivon_flwr.flower import environment
 from fedivon_flwr.settings import Settings
 from simulation.engine import Resources
@@ -90,9 +92,8 @@ def test_an_error_under_flwr_run_is_one_sentence(tmp_path: Path) -> None:
 def supernode(home: Path, address: str, number: int, count: int) -> Iterator[int]:
     """A node in a process of its own, with a home of its own, in which it also keeps what it remembers."""
     home.mkdir(exist_ok=True)
-    command = ["flower-supernode", "--insecure", "--superlink", address, "--port", str(free_port())]
-    known = f'partition-id={number} num-partitions={count} state-dir="{home / "memory"}"'
-    command += ["--node-config", known]
+    known: dict[str, Scalar] = {"partition-id": number, "num-partitions": count, "state-dir": str(home / "memory")}
+    command = programs.supernode(Security.of(None, True, (), address), address, known, free_port())
     with (home / "log").open("w") as log:
         process = subprocess.Popen(command, env=environment(str(home)), stdout=log, stderr=subprocess.STDOUT, cwd=home)
         try:
