@@ -28,6 +28,7 @@ from fedivon_flwr.records import (
     BUFFER,
     MEAN,
     NUM_EXAMPLES,
+    TRAIN_EXAMPLES,
     NDArrays,
     fixed_tensors,
     from_record,
@@ -42,7 +43,6 @@ from fedivon_flwr.settings import kebab
 from fedivon_flwr.state import NodeState
 
 EVALUATION_BATCH = 250
-TRAIN_EXAMPLES = "train-examples"
 
 
 class Told(BaseModel):

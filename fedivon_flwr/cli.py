@@ -356,7 +356,7 @@ def predict(
     inputs: Annotated[Path, typer.Argument(help="An .npz with an array x, an image, or a folder of images.")],
     samples: Annotated[int, typer.Option(min=0, help="Weight samples; 0 predicts at the mean.")] = 64,
     ess: Annotated[float | None, typer.Option(min=1e-6, help="λ of the posterior; else the run's.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the weight samples.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the weight samples.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="All probabilities as JSON instead of a table.")] = False,
     limit: Annotated[int, typer.Option(min=0, help="Rows of the table; 0 for all.")] = 20,
     model: Annotated[str | None, typer.Option(help="package.module:function of a model that you trust.")] = None,
@@ -406,7 +406,7 @@ def personalize(
     lr: Annotated[float | None, typer.Option(min=1e-9, help="Learning rate (default: the run's).")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Examples in a step (default: the run's).")] = None,
     samples: Annotated[int, typer.Option(min=0, help="Weight samples for the scores; 0 predicts at the mean.")] = 64,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of batches and noise.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of batches and noise.")] = 0,
     model: Annotated[str | None, typer.Option(help="package.module:function of a model that you trust.")] = None,
 ) -> None:
     """Make a site's personal posterior from a global one, which is its prior; `fedivon predict` takes either."""
@@ -435,6 +435,11 @@ def personalize(
         "batch-size": settings.batch_size,
         "seed": seed,
     }
+    if temperature is not None and config["personalise"] != "prior":
+        raise UserError(
+            f"--temperature is the strength of a prior, but the run makes personal models by fedivon.personalise = "
+            f"'{config['personalise']}', which has none; leave it out."
+        )
     chosen = {"temperature": temperature, "local-epochs": epochs, "batch-size": batch_size, "lr": lr}
     config |= {key: value for key, value in chosen.items() if value is not None}
     if isnan(config["temperature"]) or not isfinite(config["lr"]):

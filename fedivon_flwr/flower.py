@@ -10,6 +10,9 @@ from typing import Any
 
 import tomli_w
 
+from fedivon_flwr.errors import UserError
+from fedivon_flwr.runs import write_bytes
+
 HOME = "flwr"  # the `flwr` command's folder in the state of a server or node
 CONNECTION = "here"  # the name of a SuperLink in the `flwr` command's config
 QUIET = {
@@ -29,9 +32,15 @@ def environment(home: str, variables: Mapping[str, str] = os.environ) -> dict[st
 def connect(home: Path, address: str, authority: Path | None = None) -> None:
     """Tell the `flwr` command that has this home where the SuperLink is; without an authority it is not encrypted."""
     trust = {"root-certificates": str(authority.resolve())} if authority else {"insecure": True}
-    home.mkdir(parents=True, exist_ok=True)
     known = {"superlink": {"default": CONNECTION, CONNECTION: {"address": address, **trust}}}
-    (home / "config.toml").write_text(tomli_w.dumps(known))
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        write_bytes(home / "config.toml", tomli_w.dumps(known).encode())  # another `flwr` may be reading it
+    except OSError as error:
+        raise UserError(
+            f"The folder '{home}' cannot be written to ({error.strerror}); use another --state, or the user to whom it "
+            "belongs."
+        ) from None
 
 
 def ask(home: Path, *words: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from fedivon_flwr.posterior import Layout
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 MEAN, HESS, BUFFER = "mean/", "hess/", "buffer/"
-NUM_EXAMPLES = "num-examples"
+NUM_EXAMPLES, TRAIN_EXAMPLES = "num-examples", "train-examples"
 
 NDArrays = dict[str, NDArray[Any]]
 

@@ -45,7 +45,7 @@ PACKAGES = ("fedivon-flwr", "flwr", "torch", "torchvision", "ivon-opt", "numpy",
 KEPT_CHECKPOINTS = 2
 EVALUATION = "evaluation.safetensors"
 ASKED = "asked.json"  # who wants the run, until it has begun
-FLOWER_RUN = "flwr-run.json"  # the number that Flower gave it
+FLOWER_RUN = "flwr-run.json"  # the number that Flower gave it, and the settings that it was submitted with
 STATE = "state"  # what virtual clients remember, while the run lasts or, with `keep-memory`, longer
 
 
@@ -221,6 +221,13 @@ def refuse(path: Path, settings: Settings, complete: Complete = lambda settings:
         ):
             raise UserError(f"The folder '{path}' is not empty and holds no run; choose another run-dir.")
         return
+    refuse_other(path, old, settings, complete)
+
+
+def refuse_other(
+    path: Path, old: Mapping[str, Any], settings: Settings, complete: Complete = lambda settings: settings
+) -> None:
+    """Raise when a folder's run has settings that decide its outcome and differ from these."""
     before, now = complete(Settings.from_config(old)).identity(), settings.identity()
     if changed := sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key)):
         key = changed[0]

@@ -93,7 +93,11 @@ class Settings(FlatModel):
     personal: bool = Field(
         False, description="true: in the end every client makes a personal model and scores it on its own test data"
     )
-    personal_epochs: int = Field(0, ge=0, description="passes over its data for a personal model; 0: local-epochs")
+    personal_epochs: int = Field(
+        0,
+        ge=0,
+        description="passes over its data for a personal model (pfedvem, fedrep: for its base); 0: local-epochs",
+    )
     unseen_clients: int = Field(0, ge=0, description="the last so many clients only get personal models in the end")
 
     checkpoint_every: int = Field(10, ge=1, description="rounds between checkpoints")

@@ -39,6 +39,11 @@ class Trained:
         arrays, about = load_arrays(posterior_file(path))
         if "model" not in about:
             raise UserError(f"The file '{path}' is a checkpoint of an unfinished run; finish the run first.")
+        if not about.get("whole", True):
+            raise UserError(
+                f"'{path}' is of the method '{about['method']}', which trains no model for all: the personal ones stay "
+                "with the clients."
+            )
         check_trust(path, about["model"], trusted)
         shape = tuple(int(side) for side in about["shape"])
         model = build(about["model"], shape, int(about["classes"]), seed=0)

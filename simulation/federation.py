@@ -21,11 +21,11 @@ from fedivon_flwr.models import build
 from fedivon_flwr.posterior import DiagGaussian
 from fedivon_flwr.predict import Partial
 from fedivon_flwr.process import keep_freed_memory
-from fedivon_flwr.records import NDArrays, from_record, to_record
+from fedivon_flwr.records import TRAIN_EXAMPLES, NDArrays, from_record, to_record
 from fedivon_flwr.runs import STATE, Checkpoint, RunFolder, save_arrays, versions, write_json
 from fedivon_flwr.settings import Settings
 from simulation.report import write_report
-from strategies.base import Callback, FederatedStrategy, Reply, RoundReport
+from strategies.base import PERSONAL_SCORES, Callback, FederatedStrategy, Reply, RoundReport
 
 EVALUATION_SECONDS = 10.0  # between savings of the final evaluation under way
 TRIES = 3  # how often a client is asked for its personal model
@@ -192,11 +192,11 @@ def personal_models(
     """Let every client make a personal model, some at a time, and keep what it tells.
 
     Who does not answer is asked again. The run does not end without a client that is there, since the mean over the
-    others would flatter a method; clients that have left the federation are not waited for.
+    others would flatter a method; clients that have left the federation are waited for once, for `node-wait` seconds.
     """
     done = {row["client"] for row in folder.clients()}
-    for _ in range(TRIES):
-        everybody = [client for client, _ in strategy.roster.online(grid, settings.node_wait)]
+    for attempt in range(TRIES):
+        everybody = strategy.everybody(grid, wait=attempt == 0)
         todo = [client for client in everybody if client not in done]
         for start in range(0, len(todo), settings.clients_per_round):
             began = time.monotonic()
@@ -206,6 +206,11 @@ def personal_models(
                 folder.append_client(client_row(reply, settings) | {"seconds": round(seconds, 4)})
                 done.add(reply.client)
             log(INFO, "Personal models: %d of %d clients", len(done), len(everybody))
+    if not (done or everybody):
+        raise UserError(
+            f"No node is connected after {settings.node_wait:g} s that could make a personal model; start the nodes "
+            "and give the same command again."
+        )
     if missing := [str(client) for client in everybody if client not in done]:
         raise UserError(
             f"{len(missing)} of {len(everybody)} clients gave no scores of a personal model in {TRIES} tries "
@@ -216,11 +221,16 @@ def personal_models(
 
 def client_row(reply: Reply, settings: Settings) -> dict[str, Any]:
     """A line of clients.jsonl."""
-    scores = nested(reply.metrics)
-    examples = int(scores.pop("train")["examples"])
+    known = [key for keys in PERSONAL_SCORES.values() for key in keys if key in reply.metrics]
+    scores = nested({key: reply.metrics[key] for key in known})
     seen = not settings.unseen_clients or reply.client < settings.clients - settings.unseen_clients
     test_examples = reply.examples if "mean" in scores else 0
-    about = {"client": reply.client, "seen": seen, "examples": examples, "test_examples": test_examples}
+    about = {
+        "client": reply.client,
+        "seen": seen,
+        "examples": int(reply.metrics[TRAIN_EXAMPLES]),
+        "test_examples": test_examples,
+    }
     return about | {at: scores[at] for at in ("global", "mean", "mc") if at in scores}
 
 
@@ -252,6 +262,7 @@ def keep_posterior(
         "std": list(dataset.std),
         "seed": settings.seed,
         "settings": settings.record(),
+        "whole": strategy.has_global,
         **strategy.scale(),
     }
     save_arrays(folder.path / "posterior.safetensors", from_record(arrays), described)

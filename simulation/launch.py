@@ -9,7 +9,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,7 +23,7 @@ from fedivon_flwr.data import NODES
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.flower import CONNECTION, ask, connect, environment
 from fedivon_flwr.models import build
-from fedivon_flwr.runs import FLOWER_RUN, STATE, RunFolder, note_asked, read_json, refuse, write_json
+from fedivon_flwr.runs import FLOWER_RUN, STATE, RunFolder, note_asked, read_json, refuse, refuse_other, write_json
 from fedivon_flwr.settings import Settings
 from simulation.engine import Resources, ray_grid
 from simulation.report import toml_value
@@ -49,9 +49,8 @@ def check(settings: Settings, wait: bool = False) -> None:
 
 def check_server(settings: Settings, wait: bool = False) -> None:
     """What the server itself needs: method, data, model, device, folder."""
-    strategies.build(settings)
-    dataset = clients.server_data(settings)
-    build(settings.model, dataset.shape, dataset.classes, settings.seed)
+    strategy, dataset = strategies.build(settings), clients.server_data(settings)
+    strategy.model_arrays(build(settings.model, dataset.shape, dataset.classes, settings.seed))
     clients.pick_device(settings.device)
     folder = RunFolder(Path(settings.run_dir))
     refuse(folder.path, settings, strategies.complete)
@@ -87,15 +86,20 @@ def with_superlink(settings: Settings, home: Path, address: str, authority: Path
     if number is not None and not is_under_way(run_status(number, home)):
         number = None
     if number is not None:
-        refuse(run_dir, settings, strategies.complete)
+        if old := read_json(run_dir / "settings.json") or noted(run_dir).get("settings"):  # it may not have begun
+            refuse_other(run_dir, old, settings, strategies.complete)
     else:
         check_server(settings)
         if (run_dir / "summary.json").exists():  # it is finished
             return
+
+    def note(submitted: int) -> None:
+        write_json(run_dir / FLOWER_RUN, {"run": submitted, "settings": settings.record()})
+
     try:
         with flwr_log(settings, again=number is not None) as log:
             if number is None:
-                submit(app_folder(), settings.to_config(), home, log, outage=OUTAGE_SECONDS, run_dir=run_dir)
+                submit(app_folder(), settings.to_config(), home, log, outage=OUTAGE_SECONDS, started=note)
             else:
                 follow(number, home, log, OUTAGE_SECONDS)
     except KeyboardInterrupt:
@@ -124,8 +128,13 @@ def stop_run(run_dir: Path, home: Path, address: str, authority: Path | None) ->
 
 def flower_run(run_dir: Path) -> int | None:
     """The number that Flower gave to the run of a folder, if it has one."""
-    number = (read_json(run_dir / FLOWER_RUN) or {}).get("run")
+    number = noted(run_dir).get("run")
     return None if number is None else int(number)
+
+
+def noted(run_dir: Path) -> dict[str, Any]:
+    """What was noted of a run when it was submitted to a federation."""
+    return read_json(run_dir / FLOWER_RUN) or {}
 
 
 @contextmanager
@@ -174,9 +183,9 @@ def submit(
     log: TextIO,
     options: Sequence[str] = (),
     outage: float = 0.0,
-    run_dir: Path | None = None,
+    started: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Submit an app to the SuperLink that `home` knows, note the run's number in `run_dir`, and wait for its end.
+    """Submit an app to the SuperLink that `home` knows, tell `started` the run's number, and wait for its end.
 
     Whoever interrupts waits until the number is known: without it nobody could watch or stop the run.
     """
@@ -193,13 +202,13 @@ def submit(
         said = printed.read()
     log.write(said)
     log.flush()
-    started = re.search(r"Successfully started run (\d+)", said)
-    if started and run_dir is not None:
-        write_json(run_dir / FLOWER_RUN, {"run": int(started[1])})
+    found = re.search(r"Successfully started run (\d+)", said)
+    if found:
+        started(int(found[1]))
     if interrupted:
         raise KeyboardInterrupt
-    if started:
-        follow(int(started[1]), home, log, outage)
+    if found:
+        follow(int(found[1]), home, log, outage)
 
 
 def wait_out(process: "subprocess.Popen[bytes]") -> bool:
@@ -221,15 +230,19 @@ def follow(number: int, home: Path, log: TextIO, outage: float = 0.0) -> None:
 
     If it may not, it is one of our own: then the end of the log is that of the run, and nobody needs to be asked.
     """
-    heard = time.monotonic()
+    silent: float | None = None  # since when
     shown = ["flwr", "log", str(number), CONNECTION, "--stream"]
     while True:
         subprocess.run(shown, env=environment(str(home)), stdout=log, stderr=subprocess.STDOUT, check=False)
         if not outage:
             return
-        if is_under_way(status := run_status(number, home)):
-            heard = time.monotonic()
-        elif status is not None or time.monotonic() - heard > outage:
+        if (status := run_status(number, home)) is not None:
+            if not is_under_way(status):
+                return
+            silent = None
+        elif silent is None:
+            silent = time.monotonic()
+        elif time.monotonic() - silent > outage:
             return
         time.sleep(POLL_SECONDS)
 
@@ -253,7 +266,10 @@ def app_folder() -> Path:
     """The project's checkout, which is the app that ``flwr run`` packs and ships."""
     folder = Path(fedivon_flwr.__file__).parent.parent
     if not (folder / "pyproject.toml").exists():
-        raise UserError("--engine flwr needs a checkout of the project (flwr run ships its files); use --engine ray.")
+        raise UserError(
+            "Flower ships the project's files to the nodes, so this needs a checkout of the project; virtual clients "
+            "do without one: fedivon simulate --engine ray."
+        )
     return folder
 
 

@@ -8,7 +8,7 @@ ServerApp: all it assumes is the wire contract of `fedivon_flwr.records`.
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from heapq import nsmallest
 from logging import INFO, WARNING
@@ -23,10 +23,12 @@ from flwr.serverapp.strategy import Result, Strategy
 from torch import nn
 
 from fedivon_flwr.errors import UserError
+from fedivon_flwr.metrics import Scores
 from fedivon_flwr.posterior import DiagGaussian
 from fedivon_flwr.records import (
     HESS,
     NUM_EXAMPLES,
+    TRAIN_EXAMPLES,
     NDArrays,
     from_record,
     is_own,
@@ -44,6 +46,8 @@ PARTITION_ID = "partition-id"
 QUERY_SECONDS = 60.0  # for which a node may keep us waiting until it says who it is
 MOST_VOID_ROUNDS = 10  # in a row; then the run ends
 LARGEST = 1e15  # absolute value that is accepted in a reply
+# Of the server's model; of the client's own, at the mean and by Monte Carlo.
+PERSONAL_SCORES = {at: [f"{at}-{score.name}" for score in fields(Scores)] for at in ("global-mean", "mean", "mc")}
 NO_QUERIES = "No query function registered"  # what Flower says for an app that does not answer queries
 
 
@@ -345,12 +349,21 @@ class FederatedStrategy(Strategy):
                 callback(report, arrays)
         return result
 
+    def everybody(self, grid: Grid, wait: bool = False) -> list[int]:
+        """The connected clients; with `wait`, after all that are expected have had time to connect."""
+        found = self._wait(lambda: self._online(grid), self.rounds.nodes if wait else 0)
+        return [client for client, _ in found]
+
     def personal(self, grid: Grid, arrays: ArrayRecord, config: ConfigRecord, clients: Sequence[int]) -> list[Reply]:
         """Ask clients to make personal models of the server's arrays; what they tell of them."""
         chosen = [(client, node) for client, node in self._online(grid) if client in set(clients)]
         extra = self.personal_config()
         messages = self._messages(chosen, arrays, config, self.num_rounds, MessageType.EVALUATE, extra)
-        return self._accept(grid.send_and_receive(messages, timeout=self.rounds.deadline), check_arrays=False)
+        replies = self._accept(grid.send_and_receive(messages, timeout=self.rounds.deadline), check_arrays=False)
+        for reply in replies:
+            if reason := scores_amiss(reply.metrics):
+                log(WARNING, "Refused the scores of client %s: %s", reply.client, reason)
+        return [reply for reply in replies if not scores_amiss(reply.metrics)]
 
     # Steps of a round
 
@@ -387,20 +400,26 @@ class FederatedStrategy(Strategy):
         Before the first round all of them are waited for, later only as many as a round needs: who has left is not.
         """
         least = max(1, self.rounds.min_replies)
-        give_up = time.monotonic() + self.rounds.node_wait
-        while len(online := self._taking_part(grid)) < max(least, self._awaited):
-            if time.monotonic() > give_up:
-                if len(online) >= least:
-                    log(WARNING, "Going on with %d of %d nodes", len(online), self._awaited)
-                    break
-                raise UserError(
-                    f"Only {len(online)} nodes are connected after {self.rounds.node_wait:g} s but a round needs "
-                    f"{least}; start more nodes or lower min-replies."
-                )
-            time.sleep(0.5)
+        online = self._wait(lambda: self._taking_part(grid), max(least, self._awaited))
+        if len(online) < least:
+            hint = ", with numbers (--number), since unseen-clients is set" if self.rounds.unseen else ""
+            raise UserError(
+                f"Only {len(online)} nodes are connected after {self.rounds.node_wait:g} s but a round needs "
+                f"{least}; start more nodes{hint} or lower min-replies."
+            )
         self._awaited = 0
         chosen = self.draw([client for client, _ in online], count, server_round, purpose)
         return [(client, node) for client, node in online if client in chosen]
+
+    def _wait(self, online: Callable[[], list[tuple[int, int]]], wanted: int) -> list[tuple[int, int]]:
+        """Wait until as many nodes as wanted are connected, or for `node_wait`; those that are there then."""
+        give_up = time.monotonic() + self.rounds.node_wait
+        while len(found := online()) < wanted:
+            if time.monotonic() > give_up:
+                log(WARNING, "Going on with %d of %d nodes", len(found), wanted)
+                break
+            time.sleep(0.5)
+        return found
 
     def _online(self, grid: Grid) -> list[tuple[int, int]]:
         """The connected clients; who is silent, e.g. busy with an old message, does not hold the others up for long."""
@@ -516,6 +535,20 @@ def unusable(arrays: NDArrays) -> str | None:
         # Smallest and largest need no temporary array, and are NaN when there is one.
         if array.dtype.kind == "f" and array.size and not (-LARGEST < array.min() <= array.max() < LARGEST):
             return f"{key} has a value that is not a number from -{LARGEST:g} to {LARGEST:g}"
+    return None
+
+
+def scores_amiss(metrics: Mapping[str, float]) -> str | None:
+    """Why what a client tells of its personal model is not acceptable; None when it is.
+
+    >>> scores_amiss({"train-examples": 5, "mean-accuracy": 0.5})
+    'mean-ece, mean-nll, mean-brier missing'
+    """
+    if not metrics.get(TRAIN_EXAMPLES, 0) >= 1:
+        return f"{TRAIN_EXAMPLES} is {metrics.get(TRAIN_EXAMPLES)}, which is not a number of examples"
+    for keys in PERSONAL_SCORES.values():
+        if 0 < len(missing := [key for key in keys if key not in metrics]) < len(keys):
+            return f"{', '.join(missing)} missing"
     return None
 
 

@@ -3,7 +3,10 @@
 from typing import ClassVar
 
 from pydantic import Field
+from torch import nn
 
+from fedivon_flwr.errors import UserError
+from fedivon_flwr.records import MEAN, NDArrays, is_own
 from fedivon_flwr.settings import MethodOptions
 from strategies import fedavg
 from strategies.base import RoundSettings
@@ -25,3 +28,14 @@ class FedPer(fedavg.FedAvg):
     def __init__(self, options: Options | None = None, rounds: RoundSettings | None = None) -> None:
         super().__init__(options, rounds)
         self.own = self.options.own
+
+    def model_arrays(self, model: nn.Module) -> NDArrays:
+        """The model's weights, of which some must be personal and some shared."""
+        arrays = super().model_arrays(model)
+        named = [key.removeprefix(MEAN) for key in arrays if key.startswith(MEAN)]
+        if len({is_own(MEAN + name, self.own) for name in named}) < 2:
+            raise UserError(
+                f"The parameters of the model that begin with '{self.own}' are all or none, but some must stay with "
+                f"the client and some be shared (the option own); the parameters are: {', '.join(named)}."
+            )
+        return arrays

@@ -300,6 +300,13 @@ def test_a_projection_lies_between_the_server_and_the_clients_last_posterior(kin
     expected = barycentre(there, here, weight, kind)  # type: ignore[arg-type]
     torch.testing.assert_close(flat(alone, "mean/"), expected.mean)
     torch.testing.assert_close(client.posterior(alone, config).precision, expected.precision)
+    fewer = config | {"ess": 400.0, "local-ess": True}  # 400 is the server's; the site trains with its examples
+    alone = personal_arrays(mlp(), arrays, data(), fewer)
+    local = fit(FedIvonClient(mlp(), data()), config | {"ess": float(COUNT)}, arrays)
+    there, here = (client.posterior(part, config | {"ess": ess}) for part, ess in ((arrays, 400.0), (local, COUNT)))
+    expected = barycentre(there, here, weight, kind)  # type: ignore[arg-type]
+    torch.testing.assert_close(flat(alone, "mean/"), expected.mean)
+    torch.testing.assert_close(client.posterior(alone, fewer).precision, expected.precision)
     new = FedIvonClient(mlp(), data())  # never trained: the server's
     unmoved = new.personalise(arrays, config, Work.model_validate(config))
     assert unmoved is not None

@@ -17,12 +17,12 @@ from typing import Any
 import psutil
 import pytest
 import tomli_w
-from machines import Machines, machines, space
+from machines import Machines, machines
 from outcome import assert_same_outcome, rounds, until
 
 from deploy.credentials import make_credentials
 from deploy.parts import common, export_parts
-from deploy.programs import NODE_FILES, Security, supernode
+from deploy.programs import NODE_FILES, Security, nginx, supernode
 from fedivon_flwr.flower import environment
 from fedivon_flwr.runs import read_metrics
 from fedivon_flwr.settings import Settings
@@ -58,7 +58,7 @@ class Federation:
         self.settings = Settings.from_config(BASE)
         export_parts(self.settings, folder / "parts")
         self.made = make_credentials(folder / "credentials", [where.address("link")], NODES)
-        self.port, proxied = free_port(), shutil.which("nginx") is not None
+        self.port, proxied = free_port(), nginx() is not None
         self.outer = free_port() if proxied else self.port
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         host = "127.0.0.1" if proxied else where.address("link")
@@ -176,7 +176,7 @@ def test_strangers_are_refused(federation: Federation, tmp_path: Path, wrong: st
 
 def test_nodes_reach_their_own_api_only(federation: Federation) -> None:
     """Whoever holds the authority's certificate must not be able to submit runs from outside."""
-    if shutil.which("nginx") is None:
+    if nginx() is None:
         pytest.skip("nginx is not installed")
     fleet = "v1/fleet/pull-messages"
     paths = ("v1/control/list-runs", "v1/control/start-run", "v1/runtime/acquire-task", "health", fleet)
@@ -208,7 +208,11 @@ except OSError:
 def test_every_program_has_a_machine_of_its_own(federation: Federation) -> None:
     if not federation.where.namespaces:
         pytest.skip("no network namespaces (they need root): all is on one machine, and no cable can be cut")
-    assert len({Path("/run/netns", space(name)).stat().st_ino for name in ("link", *NODES)}) == 1 + len(NODES)
+    where = {name: Path(f"/proc/{process.pid}/ns/net").readlink() for name, process in federation.processes.items()}
+    assert where["superlink"] == where["superexec"] == where.get("proxy", where["superlink"])
+    assert len({where[name] for name in ("superlink", *NODES)} | {Path("/proc/self/ns/net").readlink()}) == 2 + len(
+        NODES
+    )
 
 
 def lines(run_dir: Path) -> list[str]:

@@ -139,6 +139,12 @@ def test_a_checkpoint_is_no_outcome(tmp_path: Path) -> None:
         Trained.load(tmp_path / "run")
 
 
+def test_the_servers_half_of_a_personal_method_does_not_predict(tmp_path: Path, cache: None) -> None:
+    path = finished(tmp_path / "run", "fedper")
+    with pytest.raises(UserError, match="'fedper', which trains no model for all"):
+        Trained.load(path)
+
+
 def test_own_float_data(tmp_path: Path, cache: None) -> None:
     rng = np.random.default_rng(0)
     y = np.arange(600) % 3
@@ -373,6 +379,11 @@ def test_what_does_not_fit_is_one_sentence(fedivon: Command, run: Path, fedavg_r
     assert_refused(fedivon("personalize", run, tmp_path / "wide.npz"), "(1, 9, 9)", "(1, 8, 8)")
     for words in (("--temperature", "nan"), ("--lr", "nan"), ("--lr", "inf")):
         assert_refused(fedivon("personalize", run, own, *words), words[0], words[1], "must be numbers")
+    for command in ("personalize", "predict"):
+        large = fedivon(command, run, own, "--seed", 2**63)
+        assert (large.code, "9223372036854775807" in large.err) == (2, True)
+    between = finished(tmp_path / "between", "fedivon", **{"fedivon.personalise": "w2"})
+    assert_refused(fedivon("personalize", between, own, "--temperature", 2), "--temperature", "'w2'")
     assert_refused(fedivon("personalize", run, own, "--lr", 1e39), "diverged", "--lr")
     ended = fedivon("personalize", run, own, "-o", tmp_path / "nope" / "file")
     assert ended.code == 2

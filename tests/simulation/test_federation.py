@@ -135,6 +135,52 @@ def test_a_client_that_failed_is_asked_again(tmp_path: Path) -> None:
     assert summary["metrics"]["personal"]["clients"] == 6
 
 
+def test_nodes_that_are_not_back_yet_are_waited_for(tmp_path: Path) -> None:
+    """A run that goes on after its last round has not asked anybody yet: its nodes may still be connecting."""
+
+    class Grid(LocalGrid):
+        away = 0
+
+        def get_node_ids(self) -> Iterable[int]:
+            self.away -= 1
+            return [] if self.away >= 0 else super().get_node_ids()
+
+    class Broken(LocalGrid):
+        def _deliver(self, message: Message) -> Iterable[Message]:
+            return [] if message.metadata.message_type == "evaluate" else super()._deliver(message)
+
+    chosen = settings(tmp_path / "run", personal=True, **{"node-wait": 5.0})
+    grid = Grid(chosen.to_config(), chosen.clients)
+    with pytest.raises(UserError, match="6 of 6 clients gave no scores"):
+        run(Broken(chosen.to_config(), chosen.clients), chosen)
+    grid.away = 10**9
+    with pytest.raises(UserError, match=r"No node is connected after 0\.1 s"):
+        run(grid, chosen.model_copy(update={"node_wait": 0.1}))
+    assert not (tmp_path / "run" / "summary.json").exists()
+    grid.away = 2
+    run(grid, chosen)
+    assert [row["client"] for row in people(tmp_path / "run")] == [0, 1, 2, 3, 4, 5]
+
+
+def test_odd_scores_of_a_personal_model_are_asked_for_again(tmp_path: Path) -> None:
+    odd = 1
+
+    class Grid(LocalGrid):
+        def _deliver(self, message: Message) -> Iterable[Message]:
+            nonlocal odd
+            replies = list(super()._deliver(message))
+            if message.metadata.message_type == "evaluate" and self.asked[-1][2] == 3 and odd:
+                odd -= 1
+                replies[0].content.metric_records["metrics"]["train-examples"] = 0
+            elif message.metadata.message_type == "evaluate":
+                replies[0].content.metric_records["metrics"]["train"] = 1  # of another version: passed over
+            return replies
+
+    chosen = settings(tmp_path / "run", personal=True)
+    run(Grid(chosen.to_config(), chosen.clients), chosen)
+    assert [row["client"] for row in people(tmp_path / "run")] == [0, 1, 2, 4, 5, 3]
+
+
 def test_a_node_without_test_data_holds_nobody_up(tmp_path: Path) -> None:
     data = load("digits")
     for node, images in enumerate((30, 20, 0)):

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from grid import SMALL, LocalGrid
 
 import strategies
 from fedivon_flwr.errors import UserError
+from fedivon_flwr.flower import connect
 from fedivon_flwr.runs import FLOWER_RUN, write_json
 from fedivon_flwr.settings import Settings
 from simulation import launch
@@ -38,6 +40,63 @@ def test_a_run_under_way_is_watched_by_its_own_settings_only(
         with pytest.raises(UserError, match="belongs to a run with other settings"):
             launch.with_superlink(under_way.model_copy(update=changed), tmp_path / "home", "localhost:1", None)
     assert followed == [7]
+
+
+def test_a_run_that_has_not_begun_is_watched_by_its_own_settings_only(
+    under_way: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a superexec Flower knows a run, but nothing has written its folder yet."""
+    new = under_way.model_copy(update={"run_dir": str(tmp_path / "new")})
+    followed: list[int] = []
+
+    def submit(*_: object, started: Callable[[int], None], **__: object) -> None:
+        started(7)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "submit", submit)
+    monkeypatch.setattr(launch, "follow", lambda number, *_: followed.append(number))
+    with pytest.raises(UserError, match="Interrupted, but the run goes on"):
+        launch.with_superlink(new, tmp_path / "home", "localhost:1", None)
+    with pytest.raises(UserError, match=r"belongs to a run with other settings \(seed = 0, now 5\)"):
+        launch.with_superlink(new.model_copy(update={"seed": 5}), tmp_path / "home", "localhost:1", None)
+    assert followed == []
+    with pytest.raises(UserError, match=r"`flwr run` failed"):  # this one did not write its folder
+        launch.with_superlink(new, tmp_path / "home", "localhost:1", None)
+    assert followed == [7]
+
+
+@pytest.mark.parametrize(
+    ("answers", "asked"),
+    [
+        ([None, None, "running", None, "finished:completed"], 5),
+        ([None, None, None, None, None, "running"], 5),  # away for 400 s
+        (["running", "finished:failed"], 2),
+    ],
+)
+def test_a_superlink_may_be_away_for_a_while_however_long_the_run_has_been_watched(
+    answers: list[str | None], asked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, given = 0.0, iter(answers)
+
+    def passing(*_: object, **__: object) -> None:  # the stream has gone on for long before anything happens
+        nonlocal clock
+        clock += 1000.0 if clock == 0 else 100.0
+
+    monkeypatch.setattr("simulation.launch.subprocess.run", passing)
+    monkeypatch.setattr("simulation.launch.time.sleep", lambda _: None)
+    monkeypatch.setattr("simulation.launch.time.monotonic", lambda: clock)
+    monkeypatch.setattr(launch, "run_status", lambda *_: next(given))
+    with (tmp_path / "log").open("w") as log:
+        launch.follow(7, tmp_path, log, outage=300.0)
+    assert len(answers) - len(list(given)) == asked
+
+
+def test_a_home_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot be written to .*--state"):
+        connect(tmp_path / "file", "localhost:1")
+    connect(tmp_path / "home", "localhost:1")
+    assert [path.name for path in (tmp_path / "home").iterdir()] == ["config.toml"]
 
 
 def test_who_interrupts_is_told_how_to_come_back(

@@ -1,17 +1,20 @@
 """The server halves of the personal methods, by hand."""
 
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import Message
 from grid import SMALL, LocalGrid
 
 import strategies
+from fedivon_flwr.errors import UserError
 from fedivon_flwr.models import build
 from fedivon_flwr.records import NDArrays, from_record, to_record
 from fedivon_flwr.settings import Settings
-from strategies.base import FederatedStrategy, Reply
+from strategies.base import FederatedStrategy, Reply, scores_amiss
 from strategies.pfedbayes import PFedBayes
 from strategies.pfedme import Options as MeOptions
 from strategies.pfedme import PFedMe
@@ -106,6 +109,34 @@ def test_unseen_clients_are_never_asked_to_train() -> None:
     grid, strategy, _, _ = started("fedavg", **{"unseen-clients": 3})
     assert {who for _, who in grid.clients()} == {0, 1, 2}
     assert [client for client, _ in strategy.roster.online(grid, 1.0)] == [0, 1, 2, 3, 4, 5]
+
+
+def test_unseen_clients_need_numbers() -> None:
+    settings = Settings.from_config(SMALL | {"method": "fedavg", "unseen-clients": 3, "node-wait": 0.1})
+    grid, strategy = LocalGrid(settings.to_config(), settings.clients, partitioned=False), strategies.build(settings)
+    arrays = strategy.model_arrays(build("mlp", (1, 8, 8), 10, seed=0))
+    with pytest.raises(UserError, match=r"with numbers \(--number\), since unseen-clients is set"):
+        strategy.start(grid, to_record(arrays), num_rounds=1)
+
+
+@pytest.mark.parametrize(("method", "own"), [("fedper", "hed"), ("fedrep", "hed"), ("fedper", "f"), ("fedrep", "f")])
+def test_some_parameters_must_be_personal_and_some_shared(method: str, own: str) -> None:
+    strategy = strategies.build(Settings.from_config({"method": method, f"{method}.own": own}))
+    with pytest.raises(UserError, match=f"begin with '{own}' are all or none.*the option own"):
+        strategy.model_arrays(torch.nn.Sequential(OrderedDict(f1=torch.nn.Linear(3, 2), f2=torch.nn.Linear(2, 2))))
+
+
+SCORES = {f"{at}-{key}": 0.5 for at in ("global-mean", "mean", "mc") for key in ("accuracy", "ece", "nll", "brier")}
+
+
+def test_the_scores_of_a_personal_model_are_refused_unless_they_are_whole() -> None:
+    told = {"train-examples": 7.0}
+    assert scores_amiss(told) is None  # a node without test data
+    assert scores_amiss(told | SCORES) is None
+    assert scores_amiss(told | {key: 0.5 for key in SCORES if key.startswith("mean")}) is None
+    assert "train-examples is None" in str(scores_amiss(SCORES))
+    assert "train-examples is 0.0" in str(scores_amiss(SCORES | {"train-examples": 0.0}))
+    assert "mc-ece missing" in str(scores_amiss(told | {k: v for k, v in SCORES.items() if k != "mc-ece"}))
 
 
 def test_the_others_are_drawn_as_if_the_unseen_were_away() -> None:
