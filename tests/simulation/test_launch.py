@@ -125,8 +125,9 @@ def test_who_interrupts_before_there_is_a_run_is_told_so(
 
 
 INTERRUPTED = """
-import subprocess, sys
+import signal, subprocess
 from simulation.launch import wait_out
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 child = subprocess.Popen(["sh", "-c", "echo started; sleep 2; echo ended"], start_new_session=True)
 print("interrupted" if wait_out(child) else "undisturbed", child.returncode)
 """
