@@ -6,6 +6,7 @@ import re
 import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from flwr.cli.build import build_fab_from_disk
@@ -138,6 +139,21 @@ def test_the_numbers_of_the_readme_are_those_of_the_files() -> None:
             )
             assert f"│ {name:<21}{cells} │" in readme
     assert "@@" not in readme
+
+
+@pytest.mark.parametrize("study", ["tuning-personalised", "tuning-pfedvem"])
+def test_the_rates_of_personal_models_are_the_best_on_held_out_images(study: str) -> None:
+    best: dict[str, tuple[float, dict[str, Any]]] = {}
+    for path in (ROOT / "results" / study / "runs").glob("*.json"):
+        run = read_json(path)
+        scores = run["metrics"]["personal"]
+        found = scores.get("mc", scores["mean"])["accuracy"], run["settings"]
+        best[run["method"]] = max(found, best.get(run["method"], found), key=lambda row: row[0])
+    assert best
+    chosen = preset_config("pfl-cifar10")
+    for method, (_, settings) in best.items():
+        for key in (f"{method}.lr", f"{method}.personal-lr"):
+            assert chosen[key] == settings[key], key
 
 
 def test_the_posteriors_of_the_presets_are_the_best_on_held_out_images() -> None:
