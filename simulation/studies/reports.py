@@ -467,6 +467,15 @@ def write_reports(study: Study, runs: Sequence[Run], folder: Path) -> None:
 def command(study: Study) -> str:
     """What to type for this study: its name where that says it all, or else the description in its folder."""
     plain = study.name.removesuffix("-quick")
-    if plain in known_studies() and load_study(plain, plain != study.name).whole() == study.whole():
+    if plain in known_studies() and alike(load_study(plain, plain != study.name), study):
         return f"fedivon study {plain}" + (" --quick" if plain != study.name else "")
     return f"fedivon study results/{study.name}/study.toml"
+
+
+def alike(one: Study, other: Study) -> bool:
+    """Whether two descriptions say the same, or differ in presets only, and there in what none of the runs uses."""
+    if one.whole() == other.whole():
+        return True
+    ours, theirs = ([(job.name, job.settings.identity()) for job in jobs(study)] for study in (one, other))
+    bare = [study.model_copy(update={"frozen": {}}) for study in (one, other)]
+    return bare[0] == bare[1] and ours == theirs != []

@@ -35,7 +35,7 @@ from simulation.federation import run
 from simulation.launch import client_config
 from simulation.presets import settings_of
 from simulation.progress import RunState
-from simulation.studies.reports import REPORTS, curve_of, write_reports
+from simulation.studies.reports import REPORTS, command, curve_of, write_reports
 from simulation.studies.runner import Results, next_job, time_left
 from simulation.studies.spec import Job, Study, jobs, known_studies, load_study, run_folder, trained_folder
 from simulation.studies.tables import Cell, cells, scores_at, table_csv, table_markdown
@@ -347,6 +347,22 @@ def test_the_description_in_the_results_gives_the_same_study(tmp_path: Path) -> 
         path = tmp_path / f"{name}.toml"
         path.write_bytes(study.toml())
         assert load_study(str(path)) == study.whole()
+
+
+def test_results_name_the_plain_command_while_it_gives_the_same_runs() -> None:
+    study = load_study("tuning-pfedvem").whole()
+    frozen = study.frozen["pfl-cifar10"]
+
+    def told(**changes: Any) -> str:
+        return command(study.model_copy(update={"frozen": {"pfl-cifar10": frozen | changes}}))
+
+    assert told(**{"fedper.personal-lr": 0.5}) == "fedivon study tuning-pfedvem"  # of another method
+    assert told(**{"pfedvem.momentum": 0.5}) == "fedivon study results/tuning-pfedvem/study.toml"
+    assert command(study.model_copy(update={"title": "Mine"})) == "fedivon study results/tuning-pfedvem/study.toml"
+    split = load_study("partitions").whole()  # which has no runs
+    other = {name: keys | {"partition-seed": 7} for name, keys in split.frozen.items()}
+    assert command(split) == "fedivon study partitions"
+    assert command(split.model_copy(update={"frozen": other})) == "fedivon study results/partitions/study.toml"
 
 
 # Tables
