@@ -196,7 +196,7 @@ def personal_models(
     """
     done = {row["client"] for row in folder.clients()}
     for attempt in range(TRIES):
-        everybody = strategy.everybody(grid, wait=attempt == 0)
+        everybody = strategy.everybody(grid, wait=attempt == 0 and len(done) < settings.clients)
         todo = [client for client in everybody if client not in done]
         for start in range(0, len(todo), settings.clients_per_round):
             began = time.monotonic()
