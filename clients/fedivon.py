@@ -69,7 +69,7 @@ class FedIvonClient(TorchClient):
         plan, layout = Plan.model_validate(config), Layout.of(self.model)
         params = [p for p in self.model.parameters() if p.requires_grad]
         settings = ivon_settings(config, len(self.data.train))
-        if plan.local_ess and plan.prior == "zero":
+        if plan.local_ess and plan.prior == "zero":  # then the λ that the client was told is the server's
             settings = settings.model_copy(update={"ess": float(len(self.data.train))})
         optimizer = Ivon(params, settings)
         if plan.prior == "server":

@@ -96,6 +96,7 @@ class RoundReport:
 
 
 Callback = Callable[[RoundReport, ArrayRecord], None]
+Amiss = Callable[[Mapping[str, float]], str | None]  # why metrics are not acceptable; None when they are
 
 
 class Roster:
@@ -359,11 +360,8 @@ class FederatedStrategy(Strategy):
         chosen = [(client, node) for client, node in self._online(grid) if client in set(clients)]
         extra = self.personal_config()
         messages = self._messages(chosen, arrays, config, self.num_rounds, MessageType.EVALUATE, extra)
-        replies = self._accept(grid.send_and_receive(messages, timeout=self.rounds.deadline), check_arrays=False)
-        for reply in replies:
-            if reason := scores_amiss(reply.metrics):
-                log(WARNING, "Refused the scores of client %s: %s", reply.client, reason)
-        return [reply for reply in replies if not scores_amiss(reply.metrics)]
+        replies = grid.send_and_receive(messages, timeout=self.rounds.deadline)
+        return self._accept(replies, check_arrays=False, amiss=scores_amiss)
 
     # Steps of a round
 
@@ -446,13 +444,13 @@ class FederatedStrategy(Strategy):
         self._questions = [Message(content, dst_node_id=node, message_type=message_type) for _, node in chosen]
         return self._questions
 
-    def _accept(self, messages: Iterable[Message], check_arrays: bool) -> list[Reply]:
+    def _accept(self, messages: Iterable[Message], check_arrays: bool, amiss: Amiss = lambda _: None) -> list[Reply]:
         """The replies that can be trusted, in the order of the clients; the others are logged and counted."""
         accepted: dict[int, Reply] = {}
         self._refused = self._bytes_up = 0
         for message in messages:
             client = self._sender(message)
-            reply = self._read(message, client, check_arrays)
+            reply = self._read(message, client, check_arrays, amiss)
             if isinstance(reply, Reply) and reply.client not in accepted:
                 accepted[reply.client] = reply
                 self._bytes_up += nbytes(reply.arrays)
@@ -471,7 +469,7 @@ class FederatedStrategy(Strategy):
             node = next((q.metadata.dst_node_id for q in self._questions if q.metadata.message_id == answered), node)
         return self._asked.get(node)
 
-    def _read(self, message: Message, client: int | None, check_arrays: bool) -> Reply | str:
+    def _read(self, message: Message, client: int | None, check_arrays: bool, amiss: Amiss) -> Reply | str:
         """A reply, or the reason to refuse it."""
         if message.has_error():
             return f"error {message.error.code}: {message.error.reason}"
@@ -487,6 +485,8 @@ class FederatedStrategy(Strategy):
             return f"{NUM_EXAMPLES} is {examples}, which is not a whole number from 1 to {self.rounds.max_examples}"
         if not all(np.isfinite(value) for value in metrics.values()):
             return "a metric is not finite"
+        if reason := amiss(metrics):
+            return reason
         if check_arrays and (reason := mismatch(arrays, self.expected(self._sent)) or unusable(arrays)):
             return reason
         if check_arrays and (reason := self.refuse(arrays) or self.refuse_metrics(metrics)):

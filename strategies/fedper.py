@@ -32,10 +32,11 @@ class FedPer(fedavg.FedAvg):
     def model_arrays(self, model: nn.Module) -> NDArrays:
         """The model's weights, of which some must be personal and some shared."""
         arrays = super().model_arrays(model)
-        named = [key.removeprefix(MEAN) for key in arrays if key.startswith(MEAN)]
-        if len({is_own(MEAN + name, self.own) for name in named}) < 2:
+        keys = [key for key in arrays if key.startswith(MEAN)]
+        if len({is_own(key, self.own) for key in keys}) < 2:
+            names = ", ".join(key.removeprefix(MEAN) for key in keys)
             raise UserError(
                 f"The parameters of the model that begin with '{self.own}' are all or none, but some must stay with "
-                f"the client and some be shared (the option own); the parameters are: {', '.join(named)}."
+                f"the client and some be shared (the option own); the parameters are: {names}."
             )
         return arrays
