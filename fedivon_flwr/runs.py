@@ -96,10 +96,10 @@ class RunFolder:
         (path / ASKED).unlink(missing_ok=True)
         return folder
 
-    def lock(self) -> None:
-        """Keep others out, or find that one is in already."""
+    def lock(self, patience: float = 0.0) -> None:
+        """Keep others out, or find that one is in already, and is still there after so many seconds."""
         try:
-            self._lock.acquire(timeout=0)
+            self._lock.acquire(timeout=patience)
         except Timeout:
             reason = "is in use by another run; wait for it, or choose another run-dir"
             raise UserError(f"The run folder '{self.path}' {reason}.") from None

@@ -29,6 +29,7 @@ from simulation.engine import Resources, ray_grid
 from simulation.report import toml_value
 
 CLIENT_APP = "fedivon_flwr.client_app:app"
+LINGER_SECONDS = 60.0  # in which the ServerApp's process notices, at its next heartbeat, that its run has ended
 OUTAGE_SECONDS = 300.0  # for which a SuperLink may be away before a run is given up
 POLL_SECONDS = 3.0
 LAST_WORDS = 10  # lines at the end of Flower's log; what it said of an outage that has passed stands before them
@@ -52,10 +53,16 @@ def check_server(settings: Settings, wait: bool = False) -> None:
     strategy, dataset = strategies.build(settings), clients.server_data(settings)
     strategy.model_arrays(build(settings.model, dataset.shape, dataset.classes, settings.seed))
     clients.pick_device(settings.device)
-    folder = RunFolder(Path(settings.run_dir))
-    refuse(folder.path, settings, strategies.complete)
-    if folder.path.exists() and not wait:
-        folder.lock()
+    refuse(Path(settings.run_dir), settings, strategies.complete)
+    if not wait:
+        check_free(Path(settings.run_dir))
+
+
+def check_free(run_dir: Path, patience: float = 0.0) -> None:
+    """Refuse a folder that another process has, and still has after so many seconds."""
+    if run_dir.exists():
+        folder = RunFolder(run_dir)
+        folder.lock(patience)
         folder.close()
 
 
@@ -89,7 +96,8 @@ def with_superlink(settings: Settings, home: Path, address: str, authority: Path
         if old := read_json(run_dir / "settings.json") or noted(run_dir).get("settings"):  # it may not have begun
             refuse_other(run_dir, old, settings, strategies.complete)
     else:
-        check_server(settings)
+        check_server(settings, wait=True)
+        check_free(run_dir, 0.0 if earlier is None else LINGER_SECONDS)
         if (run_dir / "summary.json").exists():  # it is finished
             return
 
@@ -123,6 +131,7 @@ def stop_run(run_dir: Path, home: Path, address: str, authority: Path | None) ->
     said = ask(home, "stop", str(number), CONNECTION)
     if not said["success"]:
         raise UserError(f"The run could not be stopped: {said['error-message']}")
+    check_free(run_dir, LINGER_SECONDS)
     return True
 
 

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from grid import SMALL, LocalGrid
 import strategies
 from fedivon_flwr.errors import UserError
 from fedivon_flwr.flower import connect
-from fedivon_flwr.runs import FLOWER_RUN, write_json
+from fedivon_flwr.runs import FLOWER_RUN, RunFolder, write_json
 from fedivon_flwr.settings import Settings
 from simulation import launch
 from simulation.federation import run
@@ -63,6 +64,40 @@ def test_a_run_that_has_not_begun_is_watched_by_its_own_settings_only(
     with pytest.raises(UserError, match=r"`flwr run` failed"):  # this one did not write its folder
         launch.with_superlink(new, tmp_path / "home", "localhost:1", None)
     assert followed == [7]
+
+
+def test_a_folder_whose_run_has_just_ended_is_waited_for(
+    under_way: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ServerApp's process finds out some seconds later than Flower says so, and has the folder until then."""
+    run_dir, home = Path(under_way.run_dir), tmp_path / "home"
+    monkeypatch.setattr(launch, "ask", lambda *_: {"success": True})
+
+    def while_held(act: Callable[[], object]) -> float:
+        held = threading.Event()
+
+        def hold() -> None:
+            folder = RunFolder(run_dir)
+            folder.lock()
+            held.set()
+            time.sleep(1.0)
+            folder.close()
+
+        other, start = threading.Thread(target=hold), time.monotonic()
+        other.start()
+        held.wait()
+        try:
+            act()
+            return time.monotonic() - start
+        finally:
+            other.join()
+
+    assert while_held(lambda: launch.stop_run(run_dir, home, "localhost:1", None)) >= 1.0
+    monkeypatch.setattr(launch, "run_status", lambda *_: "finished:stopped")
+    assert while_held(lambda: launch.with_superlink(under_way, home, "localhost:1", None)) >= 1.0
+    (run_dir / FLOWER_RUN).unlink()  # of a run that is not on a federation nobody knows when it ends
+    with pytest.raises(UserError, match="in use by another run"):
+        while_held(lambda: launch.with_superlink(under_way, home, "localhost:1", None))
 
 
 @pytest.mark.parametrize(
