@@ -150,7 +150,6 @@ def test_the_numbers_of_the_readme_are_those_of_the_files() -> None:
         ("tuning-personalised", "pfl-cifar10"),
         ("tuning-pfedvem", "pfl-cifar10"),
         ("tuning-fedivon", "pfl-cifar10"),
-        ("tuning-cifar100", "pfl-cifar100"),
     ],
 )
 def test_learning_rates_are_the_best_on_held_out_images(study: str, preset: str) -> None:
@@ -165,6 +164,18 @@ def test_learning_rates_are_the_best_on_held_out_images(study: str, preset: str)
     for method, (_, settings) in best.items():
         for key in (f"{method}.lr", f"{method}.personal-lr"):
             assert chosen[key] == settings[key], key
+
+
+def test_the_width_in_personalised_learning_is_the_best_on_held_out_images() -> None:
+    """By the accuracy of personal and global models together: two of them differ by 0.03 points in the first."""
+    found = {}
+    for path in (ROOT / "results" / "tuning-ess" / "runs").glob("*.json"):
+        run = read_json(path)
+        found[run["settings"]["fedivon.ess"]] = sum(
+            scores["mc"]["accuracy"] for scores in (run["metrics"], run["metrics"]["personal"])
+        )
+    assert len(found) == 3
+    assert preset_config("pfl-cifar10")["fedivon.ess"] == max(found, key=lambda ess: found[ess])
 
 
 def test_the_posteriors_of_the_presets_are_the_best_on_held_out_images() -> None:
