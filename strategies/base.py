@@ -9,6 +9,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from hashlib import blake2b
 from heapq import nsmallest
 from logging import INFO, WARNING
@@ -20,6 +21,7 @@ from flwr.common.constant import ErrorCode
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
+from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 from torch import nn
 
 from fedivon_flwr.errors import UserError
@@ -44,6 +46,7 @@ from strategies.aggregation import weighted_mean
 
 PARTITION_ID = "partition-id"
 QUERY_SECONDS = 60.0  # for which a node may keep us waiting until it says who it is
+MOST_PUSHES = 5  # of the same messages
 MOST_VOID_ROUNDS = 10  # in a row; then the run ends
 LARGEST = 1e15  # absolute value that is accepted in a reply
 # Of the server's model; of the client's own, at the mean and by Monte Carlo.
@@ -120,8 +123,11 @@ class Roster:
         self._client = {node: client for node, client in self._client.items() if node in nodes}
         failing: dict[int, int] = {}
         if new := sorted(nodes - self._client.keys()):
-            messages = [Message(RecordDict(), dst_node_id=node, message_type=MessageType.QUERY) for node in new]
-            for reply in grid.send_and_receive(messages, timeout=timeout):
+
+            def messages() -> list[Message]:
+                return [Message(RecordDict(), dst_node_id=node, message_type=MessageType.QUERY) for node in new]
+
+            for reply in send_and_receive(grid, messages, timeout):
                 node = reply.metadata.src_node_id
                 if not reply.has_error():
                     told = partition_of(reply.content)
@@ -319,8 +325,8 @@ class FederatedStrategy(Strategy):
         result.arrays = arrays
         for server_round in range(first_round, num_rounds + 1):
             began = time.perf_counter()
-            train = self.configure_train(server_round, arrays, train_config or ConfigRecord(), grid)
-            replies = list(grid.send_and_receive(train, timeout=deadline))
+            train = partial(self.configure_train, server_round, arrays, train_config or ConfigRecord(), grid)
+            replies = list(send_and_receive(grid, train, deadline))
             combined, metrics = self.aggregate_train(server_round, replies)
             refused, accepted, bytes_up = self._refused, len(replies) - self._refused, self._bytes_up
             timeline = self._timeline
@@ -359,8 +365,8 @@ class FederatedStrategy(Strategy):
         """Ask clients to make personal models of the server's arrays; what they tell of them."""
         chosen = [(client, node) for client, node in self._online(grid) if client in set(clients)]
         extra = self.personal_config()
-        messages = self._messages(chosen, arrays, config, self.num_rounds, MessageType.EVALUATE, extra)
-        replies = grid.send_and_receive(messages, timeout=self.rounds.deadline)
+        ask = partial(self._messages, chosen, arrays, config, self.num_rounds, MessageType.EVALUATE, extra)
+        replies = send_and_receive(grid, ask, self.rounds.deadline)
         return self._accept(replies, check_arrays=False, amiss=scores_amiss)
 
     # Steps of a round
@@ -382,10 +388,8 @@ class FederatedStrategy(Strategy):
         result: Result,
     ) -> dict[str, float]:
         asked = dict(self._asked)
-        messages = list(self.configure_evaluate(server_round, arrays, config, grid))
-        if not messages:
-            return {}
-        metrics = self.aggregate_evaluate(server_round, grid.send_and_receive(messages, timeout=deadline))
+        ask = partial(self.configure_evaluate, server_round, arrays, config, grid)
+        metrics = self.aggregate_evaluate(server_round, send_and_receive(grid, ask, deadline))
         self._asked = asked
         if metrics is None:
             return {}
@@ -504,6 +508,23 @@ class FederatedStrategy(Strategy):
     def expected(self, sent: NDArrays) -> NDArrays:
         """Arrays with the keys, shapes and types a reply must have: those that were sent and are shared."""
         return {key: array for key, array in sent.items() if not is_own(key, self.own)}
+
+
+def send_and_receive(grid: Grid, messages: Callable[[], Iterable[Message]], timeout: float | None) -> Iterable[Message]:
+    """The replies to messages, which are made and sent anew if the SuperLink ends while it takes them.
+
+    Flower sends arrays in pieces, in a session that a restart of the SuperLink does not survive.
+    """
+    pushes = 0
+    while asked := list(messages()):
+        try:
+            return grid.send_and_receive(asked, timeout=timeout)
+        except ObjectPushError:
+            pushes += 1
+            if pushes == MOST_PUSHES:
+                raise
+            log(WARNING, "The SuperLink has lost what it was being sent; it is sent again.")
+    return []
 
 
 def worked(reply: Reply) -> float:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -215,6 +216,11 @@ def test_every_program_has_a_machine_of_its_own(federation: Federation) -> None:
     )
 
 
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def lines(run_dir: Path) -> list[str]:
     return (run_dir / "metrics.jsonl").read_text().splitlines()
 
@@ -342,6 +348,7 @@ def test_the_example_with_its_own_model_and_data_and_a_node_that_joins_later(tmp
             start("supernode", "--insecure", "--superlink", f"localhost:{port}", *mine)
 
         start("superlink", *link, "--port", str(port))
+        until(lambda: listens(port), 60, "the SuperLink listens")
         start("superexec", *link, "--superlink", f"localhost:{port}")
         for number in (0, 1):
             start_node(number, NODES[number])

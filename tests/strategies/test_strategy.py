@@ -14,6 +14,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, 
 from flwr.clientapp import ClientApp
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.serverapp.strategy import Result
+from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 from grid import LocalGrid, Tamper
 from numpy.typing import NDArray
 
@@ -22,7 +23,7 @@ from fedivon_flwr.errors import UserError
 from fedivon_flwr.models import build as build_model
 from fedivon_flwr.records import NDArrays, from_record, to_record
 from fedivon_flwr.settings import Settings
-from strategies.base import FederatedStrategy, Roster, RoundReport, RoundSettings
+from strategies.base import MOST_PUSHES, FederatedStrategy, Roster, RoundReport, RoundSettings
 from strategies.fedavg import FedAvg
 from strategies.fedivon import FedIvon, Options
 
@@ -738,3 +739,25 @@ def test_the_initial_posterior_is_the_model_with_h0_everywhere() -> None:
     assert list(arrays) == ["mean/weight", "mean/bias", "hess/weight", "hess/bias"]
     assert all((array == np.float32(0.7)).all() for key, array in arrays.items() if key.startswith("hess"))
     assert list(FedAvg().model_arrays(torch.nn.Linear(2, 3))) == ["mean/weight", "mean/bias"]
+
+
+@pytest.mark.parametrize("lost", [1, MOST_PUSHES])
+def test_messages_are_sent_again_when_the_superlink_is_restarted_meanwhile(
+    lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every exchange fails so many times, before any node has heard of it."""
+    undisturbed, run = Run().start(), Run()
+    deliver, times = run.grid.send_and_receive, iter(range(1000))
+
+    def losing(messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        if next(times) % (lost + 1) < lost:
+            raise ObjectPushError("object", 1, "session")
+        return deliver(messages, timeout=timeout)
+
+    monkeypatch.setattr(run.grid, "send_and_receive", losing)
+    if lost == MOST_PUSHES:
+        with pytest.raises(ObjectPushError):
+            run.start()
+        assert run.grid.asked == []
+    else:
+        assert_equal(run.start(), undisturbed)
