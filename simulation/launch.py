@@ -44,18 +44,18 @@ def check(settings: Settings, wait: bool = False) -> None:
         raise UserError(
             f"The dataset '{NODES}' is for real nodes (deploy/README.md); virtual clients share one dataset."
         )
-    check_server(settings, wait)
+    check_server(settings)
+    if not wait:
+        check_free(Path(settings.run_dir))
     clients.split(settings.dataset, clients.partition_spec(settings))
 
 
-def check_server(settings: Settings, wait: bool = False) -> None:
-    """What the server itself needs: method, data, model, device, folder."""
+def check_server(settings: Settings) -> None:
+    """What the server itself needs: method, data, model, device, a folder of this run."""
     strategy, dataset = strategies.build(settings), clients.server_data(settings)
     strategy.model_arrays(build(settings.model, dataset.shape, dataset.classes, settings.seed))
     clients.pick_device(settings.device)
     refuse(Path(settings.run_dir), settings, strategies.complete)
-    if not wait:
-        check_free(Path(settings.run_dir))
 
 
 def check_free(run_dir: Path, patience: float = 0.0) -> None:
@@ -96,7 +96,7 @@ def with_superlink(settings: Settings, home: Path, address: str, authority: Path
         if old := read_json(run_dir / "settings.json") or noted(run_dir).get("settings"):  # it may not have begun
             refuse_other(run_dir, old, settings, strategies.complete)
     else:
-        check_server(settings, wait=True)
+        check_server(settings)
         check_free(run_dir, 0.0 if earlier is None else LINGER_SECONDS)
         if (run_dir / "summary.json").exists():  # it is finished
             return

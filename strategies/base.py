@@ -389,7 +389,8 @@ class FederatedStrategy(Strategy):
     ) -> dict[str, float]:
         asked = dict(self._asked)
         ask = partial(self.configure_evaluate, server_round, arrays, config, grid)
-        metrics = self.aggregate_evaluate(server_round, send_and_receive(grid, ask, deadline))
+        replies = list(send_and_receive(grid, ask, deadline))
+        metrics = self.aggregate_evaluate(server_round, replies) if replies else None  # most rounds ask nobody
         self._asked = asked
         if metrics is None:
             return {}

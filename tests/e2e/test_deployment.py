@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from deploy.programs import NODE_FILES, Security, nginx, supernode
 from fedivon_flwr.flower import environment
 from fedivon_flwr.runs import read_metrics
 from fedivon_flwr.settings import Settings
-from simulation.launch import app_folder, free_port, stop_tree
+from simulation.launch import app_folder, free_port, stop_tree, wait_until_healthy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
@@ -216,11 +215,6 @@ def test_every_program_has_a_machine_of_its_own(federation: Federation) -> None:
     )
 
 
-def listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
 def lines(run_dir: Path) -> list[str]:
     return (run_dir / "metrics.jsonl").read_text().splitlines()
 
@@ -347,8 +341,7 @@ def test_the_example_with_its_own_model_and_data_and_a_node_that_joins_later(tmp
             mine = ["--state", name, "--data", f"data/{name}.npz", "--number", str(number), "--port", str(free_port())]
             start("supernode", "--insecure", "--superlink", f"localhost:{port}", *mine)
 
-        start("superlink", *link, "--port", str(port))
-        until(lambda: listens(port), 60, "the SuperLink listens")
+        wait_until_healthy(start("superlink", *link, "--port", str(port)), port)
         start("superexec", *link, "--superlink", f"localhost:{port}")
         for number in (0, 1):
             start_node(number, NODES[number])
